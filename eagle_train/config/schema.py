@@ -1,0 +1,193 @@
+"""Every setting of a training run, with its default, its range and, in its docstring, its meaning and unit.
+
+The docstrings are the help: `eagle_train.config.help` prints them. Frozen: a run's settings never change under it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+SETTINGS = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+Text = Annotated[str, Field(min_length=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class DataConfig(BaseModel):
+    """The conversations the head learns from, and those it is measured on."""
+
+    model_config = SETTINGS
+
+    train: Annotated[list[Text], Field(min_length=1)] = ["bundled"]
+    """Training conversations: JSONL files, or `bundled` for the sample in recipes/data."""
+    heldout: Annotated[list[Text], Field(min_length=1)] = ["bundled"]
+    """Held-out conversations, never trained on: JSONL files, or `bundled` for the sample's held-out part."""
+    max_length: int = Field(default=2048, ge=3)
+    """Longest conversation, in tokens; what lies beyond is cut."""
+    max_rows: int = Field(default=0, ge=0)
+    """Training conversations to read, in rows; 0 = all."""
+    skip_bad: bool = False
+    """Skip and count rows that cannot be read, instead of stopping at the first."""
+    max_bad_share: Share = 0.01
+    """With skip_bad: the share of bad rows (0 to 1) beyond which the run stops."""
+    chat_template: str = ""
+    """Path of a Jinja chat template; empty = the tokenizer's own."""
+
+
+class DraftConfig(BaseModel):
+    """The draft head: its shape and its initial weights."""
+
+    model_config = SETTINGS
+
+    layers: int = Field(default=1, ge=1)
+    """Decoder layers of the head."""
+    vocab_size: int = Field(default=8192, ge=0)
+    """Draft vocabulary, in tokens, the most frequent of the training text; 0 = the full target vocabulary."""
+    layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """Target streams the head reads: states after this many layers, ascending; null = [2, n//2, n-3] of n layers."""
+    intermediate_size: int = Field(default=0, ge=0)
+    """Width of the head's MLP, in units; 0 = the target's."""
+    init: Literal["target", "random"] = "target"
+    """Initial weights: copied from the target where shapes allow, or random."""
+    norm_before_residual: bool = False
+    """Take the residual after the hidden-state norm, instead of before it."""
+    fc_norm: bool = False
+    """Normalise each target stream before `fc` joins them."""
+    norm_output: bool = False
+    """Feed the normalised output, instead of the raw one, to the next depth."""
+
+    @field_validator("layer_ids")
+    @classmethod
+    def _ascending(cls, ids: list[int] | None) -> list[int] | None:
+        if ids is not None and any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
+            raise ValueError(f"the ids must be distinct and ascending, e.g. {sorted(set(ids))}")
+        return ids
+
+
+class AlgorithmConfig(BaseModel):
+    """How the head is taught."""
+
+    model_config = SETTINGS
+
+    name: Literal["eagle3"] = "eagle3"
+    """The algorithm; set by the recipe."""
+    depths: int = Field(default=7, ge=1, le=15)
+    """Draft depths unrolled in training, in draft tokens."""
+    depth_decay: float = Field(default=0.8, gt=0, le=1)
+    """Weight of depth k in the loss is depth_decay to the power k."""
+
+
+class TrainConfig(BaseModel):
+    """The loop: how long, how fast, in which precision, where."""
+
+    model_config = SETTINGS
+
+    steps: int = Field(default=600, ge=1)
+    """Length of the run, in optimizer steps."""
+    batch_tokens: int = Field(default=1024, ge=3)
+    """Packed tokens per micro-batch and process."""
+    accumulation: int = Field(default=1, ge=1)
+    """Micro-batches per optimizer step and process."""
+    lr: float = Field(default=1e-3, gt=0)
+    """Peak learning rate, reached after the warm-up."""
+    min_lr_share: Share = 0.05
+    """Learning rate at the end of the schedule, as a share (0 to 1) of the peak."""
+    warmup_steps: int = Field(default=20, ge=0)
+    """Linear warm-up, in optimizer steps."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's weight decay."""
+    clip_norm: float = Field(default=0.5, gt=0)
+    """Largest gradient norm; beyond it the gradient is scaled down."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Arithmetic of the head's forward and backward; the weights AdamW updates are always fp32."""
+    features: Literal["online", "hybrid"] = "hybrid"
+    """Target states: `online` captures them anew each epoch, `hybrid` keeps those of the first epoch."""
+    features_gb: float = Field(default=8.0, ge=0)
+    """With hybrid: memory the kept features may take, in GB; what lies beyond is captured again each epoch."""
+    target_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Arithmetic of the frozen target in training."""
+    save_every: int = Field(default=200, ge=1)
+    """Distance between checkpoints, in optimizer steps."""
+    log_every: int = Field(default=10, ge=1)
+    """Distance between log lines, in optimizer steps."""
+    max_seconds: float = Field(default=0.0, ge=0)
+    """Time limit, in seconds; a run that reaches it ends its schedule early, evaluates and saves; 0 = no limit."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|(cuda|npu)(:\d+)?)$")
+    """Where to run: auto (npu before cuda before cpu), cpu, cuda or npu, the last two also with a number: npu:0."""
+
+
+class EvalConfig(BaseModel):
+    """Real acceptance during training: speculative decoding of held-out prompts."""
+
+    model_config = SETTINGS
+
+    every: int = Field(default=0, ge=0)
+    """Distance between evaluations, in optimizer steps; 0 = only at the end."""
+    prompts: int = Field(default=8, ge=1)
+    """Held-out prompts decoded, in prompts."""
+    max_new_tokens: int = Field(default=64, ge=1)
+    """Longest answer, in new tokens per prompt."""
+    k: int = Field(default=3, ge=1)
+    """Draft tokens per cycle."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of target and head while decoding."""
+    heldout_rows: int = Field(default=64, ge=1)
+    """Held-out conversations for the loss, in rows."""
+
+
+class TrackConfig(BaseModel):
+    """Experiment trackers; metrics.jsonl in the run folder is always written."""
+
+    model_config = SETTINGS
+
+    trackers: list[Literal["wandb", "tensorboard"]] = []
+    """Trackers to report to; empty = none."""
+    project: Text = "eagle_train"
+    """The tracker's project name."""
+    wandb_mode: Literal["online", "offline"] = "offline"
+    """wandb only: `offline` writes to the run folder, `online` sends."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _distinct(cls, trackers: list[str]) -> list[str]:
+        if len(set(trackers)) < len(trackers):
+            raise ValueError("each tracker may be named once")
+        return trackers
+
+
+class Config(BaseModel):
+    """All settings of a training run."""
+
+    model_config = SETTINGS
+
+    recipe: Text
+    """A recipe's name (`eagle-train recipes` lists them), or the path of a YAML file."""
+    target: Text = "smollm2"
+    """The frozen model: a bundled name (smollm2, glassllm), a local folder or a hub id."""
+    run: str = ""
+    """Folder that the run writes; empty = runs/<recipe>."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of weights, order and sampling."""
+    trust_remote_code: bool = False
+    """Run Python code that the target's folder or hub repository brings along."""
+    data: DataConfig = DataConfig()
+    draft: DraftConfig = DraftConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    track: TrackConfig = TrackConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """`run`, or runs/<recipe> where it is empty."""
+        return Path(self.run).expanduser() if self.run else Path("runs") / Path(self.recipe).stem

@@ -1,0 +1,46 @@
+"""Which device to run on. NPU before CUDA before CPU; torch-npu is imported only where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import resource
+
+import torch
+
+from eagle_train.errors import UserError
+
+
+def choose(wanted: str = "auto") -> torch.device:
+    """`auto`, `cpu`, `cuda[:n]` or `npu[:n]` → the device.
+
+    Raises:
+        UserError: a device that was asked for by name and is not there.
+    """
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if wanted == "auto":
+        for kind in ("npu", "cuda"):
+            if _available(kind):
+                return torch.device(kind)
+        return torch.device("cpu")
+    kind = wanted.split(":")[0]
+    if not _available(kind):
+        raise UserError(f"train.device={wanted}, but no {kind} device is available", hint="give auto or cpu")
+    return torch.device(wanted)
+
+
+def _available(kind: str) -> bool:
+    if kind == "npu":
+        if importlib.util.find_spec("torch_npu") is None:
+            return False
+        import torch_npu  # noqa: F401
+
+        return bool(torch.npu.is_available())  # type: ignore[attr-defined]
+    return kind == "cuda" and torch.cuda.is_available()
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Peak memory so far, in GB: the process's on a CPU, the allocator's elsewhere."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return torch.accelerator.max_memory_allocated() / 1e9

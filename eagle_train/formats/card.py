@@ -1,0 +1,80 @@
+"""The model card of an exported head, and the lines that serve it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_train.draft.eagle3 import Eagle3Head
+
+
+def serve_lines(target: str, folder: Path, k: int = 3) -> dict[str, str]:
+    """Ready lines per engine; each names the method, without which vLLM may guess wrongly from the path."""
+    place = str(folder.resolve())
+    spec = json.dumps({"model": place, "method": "eagle3", "num_speculative_tokens": k})
+    return {
+        "vLLM": f"vllm serve {target} --speculative-config '{spec}'",
+        "vllm-ascend": f"vllm serve {target} --speculative-config '{spec}'",
+        "SGLang": (
+            f"python -m sglang.launch_server --model {target} --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path {place} --speculative-num-steps {k} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {k + 1}"
+        ),
+    }
+
+
+def model_card(
+    head: Eagle3Head, *, target: str, run: Path, dtype: torch.dtype, evaluation: dict[str, Any] | None, folder: Path
+) -> str:
+    """README.md of the exported folder."""
+    config = head.config
+    parameters = sum(p.numel() for p in head.parameters()) / 1e6
+    lines = [
+        f"# EAGLE-3 head for {target}",
+        "",
+        f"- target: `{target}`, streams after layers {list(config.layer_ids)}",
+        f"- {parameters:.1f} M parameters, {config.num_layers} layer(s), draft vocabulary {config.draft_vocab_size} of "
+        f"{config.vocab_size}, {str(dtype).removeprefix('torch.')}",
+        f"- form: vLLM's plain `LlamaForCausalLMEagle3`; trained by eagle-train, run `{run.name}` "
+        "(its config.yaml has every setting and the data)",
+        "",
+        "## Measured at the end of training",
+        "",
+    ]
+    if evaluation is None:
+        lines.append("No evaluation was recorded.")
+    else:
+        lines += _figures(evaluation)
+    lines += ["", "## Serve", ""]
+    for engine, line in serve_lines(target, folder).items():
+        lines += [f"{engine}:", "", "```bash", line, "```", ""]
+    lines.append("vllm-ascend and SGLang: the form follows their rules; not run here.")
+    return "\n".join(lines) + "\n"
+
+
+def _figures(e: dict[str, Any]) -> list[str]:
+    out = []
+    if "acceptance_length" in e:
+        rates = ", ".join(f"{r:.3f}" for r in e["acceptance_rates"])
+        out.append(
+            f"- acceptance length {e['acceptance_length']:.3f} (greedy target, greedy drafts, chains of {e['k']}, "
+            f"{e['acceptance_drafts']} drafts, counted before the cut as vLLM does); per position {rates}"
+        )
+        out.append(f"- walked on the same text, from the unroll alone: {e['walked_length']:.3f}")
+    for key, name in (("accuracy", "accuracy"), ("alpha", "α = Σ min(p, q)"), ("accept", "p(argmax q)")):
+        if key in e:
+            out.append(f"- {name} per depth, held-out rows: " + ", ".join(f"{v:.3f}" for v in e[key]))
+    return out
+
+
+def last_evaluation(run: Path) -> dict[str, Any] | None:
+    """The last evaluation in the run's metrics.jsonl."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return None
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    found = [r for r in records if r["kind"] == "eval"]
+    return found[-1] if found else None

@@ -1,0 +1,1 @@
+"""What is shown and written down: tables, the bars file."""

@@ -1,0 +1,130 @@
+"""Checkpoints of a run: whole or not there, and enough to go on bit for bit.
+
+    RUN/checkpoints/step-000200/head/       the head in the exported form, float32 (config.json, model.safetensors)
+                               /optimizer.pt
+                               /state.json  step, seconds, processes, the settings that must match
+    RUN/checkpoints/latest                  the name of the newest whole one
+
+Nothing random happens after initialisation and the data order is a function of the step, so no random state is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_train.config.schema import Config
+from eagle_train.draft.checkpoint import read_head, write_head
+from eagle_train.draft.eagle3 import Eagle3Head
+from eagle_train.errors import UserError
+
+KEEP = 2
+# Settings that may differ between a checkpoint and the run that goes on from it: they change no trained number.
+FREE = ("recipe", "run", "train.save_every", "train.log_every", "train.device")
+FREE_SECTIONS = ("eval", "track")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: optimizer steps done, seconds trained, and whether it came to its end."""
+
+    step: int = 0
+    seconds: float = 0.0
+    finished: bool = False
+
+
+def latest(run: Path) -> Path | None:
+    """The newest whole checkpoint of `run`, or None."""
+    pointer = run / "checkpoints" / "latest"
+    if not pointer.exists():
+        return None
+    folder = run / "checkpoints" / pointer.read_text().strip()
+    return folder if (folder / "state.json").exists() else None
+
+
+def save(
+    run: Path, head: Eagle3Head, optimizer: torch.optim.Optimizer, progress: Progress, config: Config, processes: int
+) -> Path:
+    """Write the checkpoint of `progress.step` beside the others, point `latest` at it, keep the newest two."""
+    folder = run / "checkpoints" / f"step-{progress.step:06d}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    tmp = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        write_head(tmp / "head", head)
+        torch.save(optimizer.state_dict(), tmp / "optimizer.pt")
+        state = {
+            "step": progress.step,
+            "seconds": progress.seconds,
+            "finished": progress.finished,
+            "processes": processes,
+            "settings": must_match(config),
+        }
+        (tmp / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+        tmp.chmod(0o755)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(tmp, folder)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+    pointer = folder.parent / ".latest"
+    pointer.write_text(folder.name + "\n")
+    os.replace(pointer, folder.parent / "latest")
+    for old in sorted(folder.parent.glob("step-*"))[:-KEEP]:
+        shutil.rmtree(old)
+    return folder
+
+
+def progress_of(folder: Path) -> Progress:
+    """Where the run stood at this checkpoint."""
+    state = json.loads((folder / "state.json").read_text())
+    return Progress(state["step"], state["seconds"], state["finished"])
+
+
+def check_settings(folder: Path, config: Config, processes: int) -> None:
+    """Refuse to go on under other settings.
+
+    Raises:
+        UserError: naming every setting that differs, with its saved and its new value.
+    """
+    state = json.loads((folder / "state.json").read_text())
+    now, before = must_match(config) | {"processes": processes}, state["settings"] | {"processes": state["processes"]}
+    changed = [f"{k}: {before.get(k)!r} then, {now.get(k)!r} now" for k in sorted(now) if before.get(k) != now.get(k)]
+    if changed:
+        raise UserError(
+            f"{folder.parents[1]} holds a run with other settings: " + "; ".join(changed),
+            hint="go on with the settings of then, or give another folder with run=…",
+        )
+
+
+def restore(folder: Path, head: Eagle3Head, optimizer: torch.optim.Optimizer) -> None:
+    """Load weights and optimizer state in place.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    head.load_state_dict(read_head(folder / "head").state_dict())
+    try:
+        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"))
+    except (OSError, RuntimeError, ValueError, EOFError) as e:
+        raise UserError(
+            f"{folder / 'optimizer.pt'} is damaged: {str(e).splitlines()[0]}",
+            hint=f"delete {folder} to go on from the checkpoint before it",
+        ) from e
+
+
+def must_match(config: Config) -> dict[str, Any]:
+    """The settings, flat, without those that change no trained number."""
+    flat: dict[str, Any] = {}
+    for key, value in config.model_dump(mode="json").items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{k}": v for k, v in value.items()}
+        else:
+            flat[key] = value
+    return {k: v for k, v in flat.items() if k not in FREE and k.split(".")[0] not in FREE_SECTIONS}

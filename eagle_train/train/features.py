@@ -1,0 +1,114 @@
+"""Where a pack's features come from: captured from the target, and with `hybrid` kept after the first time.
+
+Features do not depend on what a conversation is packed with: with `online` it is captured alone, with `hybrid`
+together with its neighbours in length (padded on the right, where a causal model does not look).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eagle_train.algorithms.teacher import Teacher
+from eagle_train.data.pack import Pack, answer_runs, layout
+from eagle_train.data.types import Sample
+from eagle_train.errors import UserError
+from eagle_train.targets.hf import Target
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """One conversation's features: streams [T, A·H], last [T, H], top [T] int64 as `Pack` has it."""
+
+    streams: Tensor
+    last: Tensor
+    top: Tensor
+
+
+class FeatureSource:
+    """Packs of `samples` with the target's features. `budget`: bytes that may be kept; 0 keeps nothing (online).
+
+    Which conversations are kept, and which are captured together, follows from their lengths alone and not from the
+    order in which they are asked for: so a resumed run sees the same bits as one that was never stopped.
+    """
+
+    def __init__(self, samples: Sequence[Sample], target: Target, teacher: Teacher, *, budget: int) -> None:
+        self.samples, self.target, self.teacher = samples, target, teacher
+        size = target.embedding.element_size() * target.config.hidden_size * (len(target.layer_ids) + 1) + 8
+        self._groups = _groups([len(s.ids) for s in samples], budget // size)
+        self._kept: dict[int, _Kept] = {}
+        self.kept_bytes = 0
+        self.captured = 0  # conversations that went through the target, again and again where nothing is kept
+
+    @property
+    def over_budget(self) -> int:
+        """Conversations for which there is no room: captured anew each time."""
+        return len(self.samples) - len(self._groups)
+
+    def pack(self, indices: Sequence[int]) -> Pack:
+        """The conversations `indices`, in this order, as one pack on the target's device."""
+        parts = [self._features(i) for i in indices]
+        samples = [self.samples[i] for i in indices]
+        device = self.target.device
+        positions, document, bounds = layout([len(s.ids) for s in samples])
+        return Pack(
+            ids=torch.tensor([t for s in samples for t in s.ids], device=device),
+            positions=positions.to(device),
+            document=document.to(device),
+            mask=torch.tensor([m for s in samples for m in s.mask], device=device),
+            bounds=bounds,
+            streams=torch.cat([p.streams for p in parts]),
+            last=torch.cat([p.last for p in parts]),
+            top=torch.cat([p.top for p in parts]),
+        )
+
+    def _features(self, index: int) -> _Kept:
+        if index in self._kept:
+            return self._kept[index]
+        group = self._groups.get(index)
+        if group is None:
+            return self._capture([index])[0]
+        for i, made in zip(group, self._capture(group), strict=True):
+            self._kept[i] = made
+            self.kept_bytes += sum(t.numel() * t.element_size() for t in (made.streams, made.last, made.top))
+        return self._kept[index]
+
+    def _capture(self, indices: Sequence[int]) -> list[_Kept]:
+        samples, device, out = [self.samples[i] for i in indices], self.target.device, []
+        self.captured += len(samples)
+        for sample, features in zip(samples, self.target.capture([s.ids for s in samples]), strict=True):
+            if not bool(features.last.isfinite().all() and features.streams.isfinite().all()):
+                raise UserError(
+                    f"the target's states for conversation {sample.id!r} are not finite (NaN or overflow)",
+                    hint="use train.target_dtype=float32, or take that conversation out",
+                )
+            runs = answer_runs(torch.tensor(sample.mask), [(0, len(sample.ids))])
+            taught = (runs >= 2).nonzero()[:, 0].to(device) + 1
+            top = torch.full((len(sample.ids),), -1, dtype=torch.int64, device=device)
+            top[taught] = self.teacher.tops(features.last[taught])
+            out.append(_Kept(features.streams, features.last, top))
+        return out
+
+
+def _groups(lengths: Sequence[int], room: int) -> dict[int, list[int]]:
+    """Conversation → the ones it is captured with: neighbours in length, CAPTURE_TOKENS at most, padding included.
+
+    Only those that fit `room` (tokens) together, in this order; the others have no entry.
+    """
+    groups: dict[int, list[int]] = {}
+    current: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        room -= lengths[i]
+        if room < 0:
+            break
+        if current and lengths[i] * (len(current) + 1) > CAPTURE_TOKENS:
+            current = []
+        current.append(i)
+        groups[i] = current
+    return groups
+
+
+CAPTURE_TOKENS = 2048

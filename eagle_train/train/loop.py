@@ -1,0 +1,255 @@
+"""The training loop, top to bottom."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from eagle_train.algorithms.eagle3 import DepthResult, Eagle3
+from eagle_train.algorithms.metrics import DepthTotals
+from eagle_train.algorithms.teacher import Teacher
+from eagle_train.config.loader import dump_yaml
+from eagle_train.config.schema import Config
+from eagle_train.data.pack import Pack, answer_runs
+from eagle_train.data.sampler import Schedule
+from eagle_train.data.types import Sample
+from eagle_train.device.choice import choose, peak_memory_gb
+from eagle_train.draft.eagle3 import Eagle3Head
+from eagle_train.errors import UserError
+from eagle_train.train import checkpoint
+from eagle_train.train.checkpoint import Progress
+from eagle_train.train.evaluate import DecodeFn, eval_prompts, evaluate
+from eagle_train.train.features import FeatureSource
+from eagle_train.train.optimizer import learning_rate, make_optimizer
+from eagle_train.train.record import Recorder
+from eagle_train.train.setup import Materials, build
+
+
+class Taught(nn.Module):
+    """The head inside its algorithm, so that whatever wraps modules (DDP, autocast) wraps the whole forward."""
+
+    def __init__(self, head: Eagle3Head, algorithm: Eagle3, teacher: Teacher) -> None:
+        super().__init__()
+        self.head, self.algorithm, self.teacher = head, algorithm, teacher
+
+    def forward(self, pack: Pack, detailed: bool) -> tuple[Tensor, list[DepthResult]]:
+        results = self.algorithm.results(self.head, pack, self.teacher, detailed=detailed)
+        if not results:  # nothing to learn here, but every process must still take part in the backward
+            return sum((p.sum() * 0.0 for p in self.head.parameters()), torch.zeros(())), []
+        return torch.stack([r.loss for r in results]).sum(), results
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its progress, the last evaluation's record, the checkpoint; `stopped_by`: a signal's name."""
+
+    progress: Progress
+    evaluation: dict[str, Any]
+    checkpoint: Any
+    stopped_by: str = ""
+
+
+class Stop:
+    """Ctrl-C and SIGTERM ask the loop to save and leave after the step at hand."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        for s in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(s, self._note)
+
+    def _note(self, number: int, _frame: Any) -> None:
+        if self.name:
+            raise KeyboardInterrupt  # asked twice: leave at once
+        self.name = signal.Signals(number).name
+
+
+def train(config: Config, decode: DecodeFn | None) -> Outcome:
+    """Train as `config` says, going on from the run folder's last checkpoint if there is one.
+
+    Raises:
+        UserError: whatever the user gave that cannot be used, settings that changed since the checkpoint, a loss that
+            is not finite.
+    """
+    device = choose(config.train.device)
+    mixed = {"bf16": "bf16", "fp32": "no"}[config.train.precision]
+    accelerator = Accelerator(
+        mixed_precision=mixed, cpu=device.type == "cpu", log_with=list(config.track.trackers) or None,
+        project_dir=str(config.run_dir), gradient_accumulation_steps=1,
+    )  # fmt: skip
+    world, rank = accelerator.num_processes, accelerator.process_index
+    found = checkpoint.latest(config.run_dir)
+    if found:
+        checkpoint.check_settings(found, config, world)
+    progress = checkpoint.progress_of(found) if found else Progress()
+    torch.manual_seed(config.seed)
+    materials = build(config, accelerator.device)
+    prompts = eval_prompts(materials, config)
+    optimizer = make_optimizer(materials.head.parameters(), config.train)
+    if found:
+        checkpoint.restore(found, materials.head, optimizer)
+    recorder = Recorder(config, accelerator, resumed_at=progress.step)
+    _announce(recorder, config, materials, progress, world)
+    run = _Run(config, accelerator, materials, optimizer, recorder)
+    if accelerator.is_main_process:
+        (config.run_dir / "config.yaml").write_text(dump_yaml(config))
+        (config.run_dir / "eval_prompts.json").write_text(json.dumps(prompts) + "\n")
+    stop, schedule, last = Stop(), run.schedule, {}
+    with recorder.bar:
+        while not progress.finished and not stop.name:
+            started = time.perf_counter()
+            run.step(progress, schedule.window(progress.step, config.train.accumulation, world), rank)
+            progress = replace(
+                progress, step=progress.step + 1, seconds=progress.seconds + time.perf_counter() - started
+            )
+            out_of_time = 0 < config.train.max_seconds <= progress.seconds
+            progress = replace(progress, finished=progress.step >= config.train.steps or out_of_time)
+            recorder.bar.update(recorder.task, completed=progress.step)
+            due = config.eval.every and progress.step % config.eval.every == 0
+            if progress.finished or due:
+                last = run.evaluate(progress, decode)
+            if progress.finished or stop.name or progress.step % config.train.save_every == 0:
+                found = run.save(progress)
+    recorder.close()
+    return Outcome(progress, last, found, stop.name)
+
+
+class _Run:
+    """What stays the same from step to step."""
+
+    def __init__(
+        self,
+        config: Config,
+        accelerator: Accelerator,
+        materials: Materials,
+        optimizer: torch.optim.Optimizer,
+        recorder: Recorder,
+    ) -> None:
+        self.config, self.accelerator, self.materials, self.recorder = config, accelerator, materials, recorder
+        taught = Taught(materials.head, materials.algorithm, materials.teacher)
+        self.taught = accelerator.prepare_model(taught)
+        self.optimizer = optimizer
+        budget = int(config.train.features_gb * 1e9) if config.train.features == "hybrid" else 0
+        self.source = FeatureSource(materials.train, materials.target, materials.teacher, budget=budget)
+        self.heldout = FeatureSource(materials.heldout, materials.target, materials.teacher, budget=budget // 4)
+        self.schedule = Schedule([len(s.ids) for s in materials.train], config.train.batch_tokens, config.seed)
+        self.packs_per_step = config.train.accumulation * accelerator.num_processes
+        self.taught_rows = [_taught_rows(s) for s in materials.train]
+        self.totals, self.window_seconds, self.window_tokens = DepthTotals(), 0.0, 0
+        self.losses: list[float] = []
+        self.feature_seconds = 0.0
+
+    def step(self, progress: Progress, window: list[list[tuple[int, ...]]], rank: int) -> None:
+        """One optimizer step over `window` [accumulation][process] of packs."""
+        config, started = self.config.train, time.perf_counter()
+        # Every process knows the whole window, so the divisor needs no collective.
+        conversations = sum(self.taught_rows[i] > 0 for packs in window for pack in packs for i in pack)
+        log = progress.step == 0 or (progress.step + 1) % config.log_every == 0 or progress.step + 1 == config.steps
+        loss = 0.0
+        for packs in window:
+            waited = time.perf_counter()
+            pack = self.source.pack(packs[rank])
+            self.feature_seconds += time.perf_counter() - waited
+            part, results = self.taught(pack, log)
+            # DDP averages over processes; the loss is a sum over all of them.
+            scaled = part * (self.accelerator.num_processes / max(conversations, 1))
+            self.accelerator.backward(scaled)
+            loss += float(part.detach()) / max(conversations, 1)
+            if log:
+                self.totals.add(results)
+            self.window_tokens += len(pack.ids) * self.accelerator.num_processes
+        norm = float(self.accelerator.clip_grad_norm_(self.taught.parameters(), config.clip_norm))
+        rate = learning_rate(config, progress.step, progress.seconds)
+        if not (loss == loss and norm == norm and norm < float("inf")):
+            raise UserError(
+                f"loss {loss} and gradient norm {norm} at step {progress.step + 1} are not finite",
+                hint="lower train.lr, or use train.precision=fp32; the last checkpoint is untouched",
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses.append(self._over_processes(loss))
+        self.window_seconds += time.perf_counter() - started
+        if log:
+            self._log(progress, rate, norm)
+
+    def _over_processes(self, value: float) -> float:
+        if self.accelerator.num_processes == 1:
+            return value
+        return float(self.accelerator.reduce(torch.tensor(value, device=self.accelerator.device), "sum"))
+
+    def _log(self, progress: Progress, rate: float, norm: float) -> None:
+        step, figures = progress.step + 1, self.totals.figures()
+        loss, speed = sum(self.losses) / len(self.losses), self.window_tokens / self.window_seconds
+        record = {
+            "loss": loss,
+            "lr": rate,
+            "grad_norm": norm,
+            **figures,
+            "epoch": self.schedule.epoch_of(progress.step * self.packs_per_step),
+            "tokens_per_second": speed,
+            "feature_share": self.feature_seconds / self.window_seconds,
+            "kept_gb": self.source.kept_bytes / 1e9,
+            "memory_gb": peak_memory_gb(self.accelerator.device),
+        }
+        self.recorder.write(step, "train", record)
+        left = (self.config.train.steps - step) * self.window_seconds / len(self.losses)
+        if self.config.train.max_seconds:
+            left = min(left, self.config.train.max_seconds - progress.seconds)
+        right = figures.get("accuracy")
+        accuracy = " ".join(f"{a:.2f}" for a in right) if isinstance(right, list) else ""
+        self.recorder.say(
+            f"step {step}/{self.config.train.steps}  loss {loss:.3f}  accuracy {accuracy}  estimated length "
+            f"{figures.get('estimated_length_greedy', 1.0):.2f}  lr {rate:.1e}  {speed:.0f} tok/s  "
+            f"features {record['feature_share']:.0%}  ETA {max(left, 0) / 60:.1f} min"
+        )
+        self.totals, self.losses, self.window_seconds, self.window_tokens = DepthTotals(), [], 0.0, 0
+        self.feature_seconds = 0.0
+
+    def evaluate(self, progress: Progress, decode: DecodeFn | None) -> dict[str, Any]:
+        """Main process only; the others wait at the next collective."""
+        if not self.accelerator.is_main_process:
+            return {}
+        record = evaluate(self.materials, self.heldout, self.config, decode, self.config.algorithm.depths)
+        self.recorder.write(progress.step, "eval", record)
+        length = f", acceptance length {record['acceptance_length']:.3f} at k={record['k']} " if decode else ""
+        walked = f"(walked {record['walked_length']:.3f})" if decode else ""
+        self.recorder.say(f"evaluation at step {progress.step}: loss {record['heldout_loss']:.3f}{length}{walked}")
+        return record
+
+    def save(self, progress: Progress) -> Any:
+        """A checkpoint, written by the main process."""
+        if not self.accelerator.is_main_process:
+            return None
+        head, run = self.materials.head, self.config.run_dir
+        return checkpoint.save(run, head, self.optimizer, progress, self.config, self.accelerator.num_processes)
+
+
+def _taught_rows(sample: Sample) -> int:
+    return int((answer_runs(torch.tensor(sample.mask), [(0, len(sample.mask))]) >= 2).sum())
+
+
+def _announce(recorder: Recorder, config: Config, materials: Materials, progress: Progress, world: int) -> None:
+    head = materials.head
+    for part, report in zip(("train", "heldout"), materials.reports, strict=True):
+        for line in report.lines():
+            recorder.say(f"{part}: {line}")
+    parameters = sum(p.numel() for p in head.parameters()) / 1e6
+    recorder.say(
+        f"head: {parameters:.1f} M parameters, streams after layers {list(head.config.layer_ids)}, draft vocabulary "
+        f"{head.config.draft_vocab_size} (covers {materials.coverage:.2%} of the answers)"
+    )
+    if materials.fresh:
+        recorder.say(f"head: could not be taken from the target, starts random: {', '.join(materials.fresh)}")
+    if progress.finished:
+        recorder.say(f"{config.run_dir}: this run came to its end at step {progress.step}; nothing to do")
+    elif progress.step:
+        recorder.say(f"{config.run_dir}: going on from step {progress.step}")
+    recorder.say(f"device {recorder.accelerator.device}, processes {world}, precision {config.train.precision}")

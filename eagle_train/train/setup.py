@@ -1,0 +1,165 @@
+"""From a configuration to what a run needs: target, samples, draft vocabulary, head, teacher."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eagle_train import assets
+from eagle_train.algorithms.eagle3 import Eagle3
+from eagle_train.algorithms.teacher import Teacher
+from eagle_train.config.schema import Config
+from eagle_train.data.conversations import bundled_path, data_path
+from eagle_train.data.prompts import render
+from eagle_train.data.tokenize import prepare
+from eagle_train.data.types import Report, Sample
+from eagle_train.draft.eagle3 import Eagle3Head
+from eagle_train.draft.initialise import initialise
+from eagle_train.draft.layers import HeadConfig
+from eagle_train.draft.vocab import DraftVocab, count_draft_vocab, tokens_to_keep
+from eagle_train.errors import UserError
+from eagle_train.targets.hf import Target
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What a run works with. `target` is in train.target_dtype; `eval_target` in eval.dtype (the same one if equal)."""
+
+    target: Target
+    eval_target: Target
+    train: list[Sample]
+    heldout: list[Sample]
+    reports: tuple[Report, Report]
+    head: Eagle3Head
+    teacher: Teacher
+    algorithm: Eagle3
+    coverage: float
+    fresh: list[str]
+
+
+def build(config: Config, device: torch.device) -> Materials:
+    """Load, tokenize, count, initialise; the cheap checks come before the slow work.
+
+    Raises:
+        UserError: anything the user gave that cannot be used.
+    """
+    path = assets.resolve_target(config.target)
+    target = _load(config, path, config.train.target_dtype, device)
+    target.verify_head()
+    if config.eval.dtype == config.train.target_dtype:
+        eval_target = target
+    else:
+        eval_target = _load(config, path, config.eval.dtype, device)
+    limit = min(config.data.max_length, target.config.max_position_embeddings)
+    train, train_report = _samples(config, target, "train", limit)
+    heldout, heldout_report = _samples(config, target, "heldout", limit)
+    vocab, coverage = _vocabulary(config, target, train)
+    head = Eagle3Head(head_config(config, target, vocab), vocab)
+    fresh = initialise(
+        head,
+        norm=target.norm.get_parameter("weight").float(),
+        lm_head=target.head_weight.float(),
+        last_layer=target.layers[-1].state_dict() if config.draft.init == "target" else None,
+        generator=torch.Generator().manual_seed(config.seed),
+    )
+    head.attach_embedding(target.embedding)
+    head.to(device)
+    ids = vocab.ids.to(device)
+    teacher = Teacher(target.head, ids, target.head_weight[ids])
+    return Materials(
+        target=target,
+        eval_target=eval_target,
+        train=train,
+        heldout=heldout,
+        reports=(train_report, heldout_report),
+        head=head,
+        teacher=teacher,
+        algorithm=Eagle3(config.algorithm.depths, config.algorithm.depth_decay),
+        coverage=coverage,
+        fresh=fresh,
+    )
+
+
+def _load(config: Config, path: str, dtype: str, device: torch.device) -> Target:
+    return Target.load(
+        path,
+        dtype=getattr(torch, dtype),
+        device=device,
+        layer_ids=config.draft.layer_ids,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def _samples(config: Config, target: Target, part: str, limit: int) -> tuple[list[Sample], Report]:
+    if "bundled" in getattr(config.data, part):
+        _check_bundled(config, target, part)
+    template = Path(config.data.chat_template).read_text() if config.data.chat_template else None
+    made = prepare(
+        [data_path(given, part) for given in getattr(config.data, part)],
+        target.tokenizer,
+        template_text=template,
+        max_length=limit,
+        skip_bad=config.data.skip_bad,
+        max_bad_share=config.data.max_bad_share,
+        max_rows=(config.data.max_rows or None) if part == "train" else config.eval.heldout_rows,
+        vocab_size=target.config.vocab_size,
+    )
+    return made.samples, made.report
+
+
+def _check_bundled(config: Config, target: Target, part: str) -> None:
+    """The bundled rows are SmolLM2's own ids: for another tokenizer they would be noise that trains without a word.
+
+    Raises:
+        UserError: the target's tokenizer and template do not give the first row's prompt ids.
+    """
+    with gzip.open(bundled_path(part), "rt") as f:
+        row = json.loads(f.readline())
+    if row["prompt_ids"] != render(row["messages"], target.tokenizer):
+        raise UserError(
+            f"data.{part}=bundled is SmolLM2's own writing, in its token ids; target={config.target} has another "
+            "tokenizer or template",
+            hint=f"give data.{part}=FILE.jsonl with conversations, best with answers that your target wrote",
+        )
+
+
+def stop_ids(target: Target) -> tuple[int, ...]:
+    """The ids that end an answer: the generation config's, else the tokenizer's."""
+    eos = getattr(target.model.generation_config, "eos_token_id", None) or target.tokenizer.eos_token_id
+    if eos is None:
+        raise UserError(f"target {target.path} names no end-of-text token; an answer could never end")
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+
+
+def _vocabulary(config: Config, target: Target, samples: list[Sample]) -> tuple[DraftVocab, float]:
+    pairs = [(s.ids, s.mask) for s in samples]
+    always = tokens_to_keep(pairs, stop_ids(target), set(target.tokenizer.all_special_ids))
+    return count_draft_vocab(pairs, target.config.vocab_size, config.draft.vocab_size, always)
+
+
+def head_config(config: Config, target: Target, vocab: DraftVocab) -> HeadConfig:
+    """A head in the target's own shape, but for what `draft` changes."""
+    theirs = target.config
+    heads = theirs.num_attention_heads
+    return HeadConfig(
+        hidden_size=theirs.hidden_size,
+        intermediate_size=config.draft.intermediate_size or theirs.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=theirs.num_key_value_heads,
+        head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // heads,
+        vocab_size=theirs.vocab_size,
+        draft_vocab_size=vocab.size,
+        target_hidden_size=theirs.hidden_size,
+        layer_ids=target.layer_ids,
+        rms_norm_eps=theirs.rms_norm_eps,
+        max_position_embeddings=theirs.max_position_embeddings,
+        rope=dict(theirs.rope_parameters),
+        num_layers=config.draft.layers,
+        norm_before_residual=config.draft.norm_before_residual,
+        fc_norm=config.draft.fc_norm,
+        norm_output=config.draft.norm_output,
+    )

@@ -1,0 +1,1 @@
+"""Speculative decoding with a trained head: sampling, verification, cache, engine, measurement."""
