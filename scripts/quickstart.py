@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 560  # of training; with set-up, export and bench the whole line stays under a quarter of an hour
+SECONDS = 600  # of training; with set-up, export and bench the whole line stays under a quarter of an hour
 PROMPTS, NEW_TOKENS = 8, 64
 
 
@@ -35,9 +35,13 @@ def main(words: list[str]) -> int:
     target = given.pop("target", "smollm2")
     run = given.pop("run", "runs/quickstart-short" if steps else "runs/quickstart")
     overrides = [f"{k}={v}" for k, v in given.items()]
-    overrides += [f"train.steps={steps}"] if steps else [f"train.max_seconds={seconds or SECONDS}"]
-    if steps:  # the short form: a small part of the sample is enough to see the line work
-        overrides += [f"{k}={v}" for k, v in (("data.max_rows", "64"), ("eval.prompts", "2")) if k not in given]
+    # Three depths for chains of three; small steps and a part of the sample, so that it is seen more than once in time.
+    settings = {"algorithm.depths": "3", "train.batch_tokens": "512", "data.max_rows": "1500", "train.log_every": "50"}
+    if steps:  # the short form: fewer rows are enough to see the line work
+        settings |= {"train.steps": steps, "data.max_rows": "64", "eval.prompts": "2", "train.log_every": "5"}
+    else:
+        settings |= {"train.steps": "20000", "train.max_seconds": seconds or str(SECONDS)}
+    overrides += [f"{k}={v}" for k, v in settings.items() if k not in given]
     prompts, new_tokens = (2, 24) if steps else (PROMPTS, NEW_TOKENS)
     export = Path(run) / "export"
     if export.exists():  # ours to renew: it is made from the run beside it

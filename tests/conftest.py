@@ -7,7 +7,7 @@ from pathlib import Path
 
 # Read when transformers, datasets and wandb are first imported, so set before anything else; subprocesses inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
+os.environ.setdefault("GOMP_SPINCOUNT", "100000")  # as the command line does
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_MODE"] = "offline"
 

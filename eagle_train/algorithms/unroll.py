@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eagle_train.device.shapes import pad_rows
+
 
 class UnrollMemory:
     """The keys and values of one pack's unroll. `attend` is what `step` is given at every depth."""
@@ -61,10 +63,16 @@ class UnrollMemory:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """q [R, Q, D], k and v [S, G, D], mask [R, S] bool (True: seen), or the causal square → [R, Q, D]."""
-    groups = q.shape[1] // k.shape[1]
+    """q [R, Q, D], k and v [S, G, D], mask [R, S] bool (True: seen), or the causal square → [R, Q, D].
+
+    Rows and keys are padded to sizes that repeat; no real row sees a padded key.
+    """
+    rows, keys, groups = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    q, k, v = pad_rows(q), pad_rows(k), pad_rows(v)
+    if mask is not None:
+        mask = F.pad(F.pad(mask, (0, k.shape[0] - keys)), (0, 0, 0, q.shape[0] - rows), value=True)
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=mask, is_causal=causal
     )
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1)[:rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import resource
 
 import torch
@@ -37,6 +38,17 @@ def _available(kind: str) -> bool:
 
         return bool(torch.npu.is_available())  # type: ignore[attr-defined]
     return kind == "cuda" and torch.cuda.is_available()
+
+
+def use_threads(wanted: int, processes_here: int) -> int:
+    """Set torch's CPU threads; 0 divides the cores this process may use among the machine's processes.
+
+    `accelerate launch` sets OMP_NUM_THREADS=1 even for a single process, which would leave the other cores idle.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    chosen = wanted or max(1, cores // processes_here)
+    torch.set_num_threads(chosen)
+    return chosen
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -63,15 +63,16 @@ class Target:
         """Load from a folder or a hub id (already resolved: see `assets.resolve_target`).
 
         Raises:
-            UserError: it cannot be found or read, its family is unknown, or the layer ids do not fit it.
+            UserError: it cannot be found or read, a tensor is missing, its family is unknown, or the layer ids do not
+                fit it.
         """
         try:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
             family_of(config.model_type)
-            if layer_ids is None:
-                default_layer_ids(config.num_hidden_layers)
-            model: nn.Module = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, trust_remote_code=trust_remote_code
+            depth = config.num_hidden_layers
+            check_layer_ids(default_layer_ids(depth) if layer_ids is None else tuple(layer_ids), depth)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
             )
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, SafetensorError) as e:
@@ -81,6 +82,9 @@ class Target:
                 hint="give a local folder with config.json and weights, a hub id that can be reached, or a bundled "
                 "name that `eagle-train assets` brings (smollm2, glassllm)",
             ) from e
+        lost = sorted({*found["missing_keys"], *(str(key[0]) for key in found["mismatched_keys"])})
+        if lost:  # transformers would start these at random and go on
+            raise UserError(f"target {path}: its weights lack {', '.join(lost[:8])}{' …' if len(lost) > 8 else ''}")
         return cls(model.to(device), tokenizer, layer_ids, str(path))
 
     @property

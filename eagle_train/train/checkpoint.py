@@ -27,7 +27,7 @@ from eagle_train.errors import UserError
 
 KEEP = 2
 # Settings that may differ between a checkpoint and the run that goes on from it: they change no trained number.
-FREE = ("recipe", "run", "train.save_every", "train.log_every", "train.device")
+FREE = ("recipe", "run", "train.save_every", "train.log_every", "train.device", "train.threads")
 FREE_SECTIONS = ("eval", "track")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from eagle_train.config.schema import Config
 from eagle_train.data.pack import Pack, answer_runs
 from eagle_train.data.sampler import Schedule
 from eagle_train.data.types import Sample
-from eagle_train.device.choice import choose, peak_memory_gb
+from eagle_train.device.choice import choose, peak_memory_gb, use_threads
 from eagle_train.draft.eagle3 import Eagle3Head
 from eagle_train.errors import UserError
 from eagle_train.train import checkpoint
@@ -84,6 +85,7 @@ def train(config: Config, decode: DecodeFn | None) -> Outcome:
         project_dir=str(config.run_dir), gradient_accumulation_steps=1,
     )  # fmt: skip
     world, rank = accelerator.num_processes, accelerator.process_index
+    threads = use_threads(config.train.threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     found = checkpoint.latest(config.run_dir)
     if found:
         checkpoint.check_settings(found, config, world)
@@ -95,7 +97,7 @@ def train(config: Config, decode: DecodeFn | None) -> Outcome:
     if found:
         checkpoint.restore(found, materials.head, optimizer)
     recorder = Recorder(config, accelerator, resumed_at=progress.step)
-    _announce(recorder, config, materials, progress, world)
+    _announce(recorder, config, materials, progress, f"processes {world}, CPU threads {threads}")
     run = _Run(config, accelerator, materials, optimizer, recorder)
     if accelerator.is_main_process:
         (config.run_dir / "config.yaml").write_text(dump_yaml(config))
@@ -236,7 +238,7 @@ def _taught_rows(sample: Sample) -> int:
     return int((answer_runs(torch.tensor(sample.mask), [(0, len(sample.mask))]) >= 2).sum())
 
 
-def _announce(recorder: Recorder, config: Config, materials: Materials, progress: Progress, world: int) -> None:
+def _announce(recorder: Recorder, config: Config, materials: Materials, progress: Progress, split: str) -> None:
     head = materials.head
     for part, report in zip(("train", "heldout"), materials.reports, strict=True):
         for line in report.lines():
@@ -252,4 +254,4 @@ def _announce(recorder: Recorder, config: Config, materials: Materials, progress
         recorder.say(f"{config.run_dir}: this run came to its end at step {progress.step}; nothing to do")
     elif progress.step:
         recorder.say(f"{config.run_dir}: going on from step {progress.step}")
-    recorder.say(f"device {recorder.accelerator.device}, processes {world}, precision {config.train.precision}")
+    recorder.say(f"device {recorder.accelerator.device}, {split}, precision {config.train.precision}")

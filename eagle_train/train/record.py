@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eagle_train.config.schema import Config
+from eagle_train.errors import UserError
 
 
 class Recorder:
@@ -26,6 +28,9 @@ class Recorder:
             config.run_dir.mkdir(parents=True, exist_ok=True)
             _keep_until(self.path, resumed_at)
         if self.tracking:
+            missing = [t for t in config.track.trackers if importlib.util.find_spec(t) is None]
+            if missing:  # accelerate would leave them out without a word
+                raise UserError(f"track.trackers: {', '.join(missing)} is not installed", f"pip install {missing[0]}")
             if config.track.wandb_mode == "offline" or not os.environ.get("WANDB_API_KEY"):
                 if "wandb" in config.track.trackers and config.track.wandb_mode == "online" and self.main:
                     print("wandb: WANDB_API_KEY is not set; writing offline (`wandb sync` sends it later)")
