@@ -71,21 +71,18 @@ def unroll(head: Eagle3Head, pack: Pack, depths: int, runs: Tensor) -> Iterator[
     # Row i looks at token i+1; a document's last row has none: it is computed for its shape and never trained or seen.
     state = head.project(pack.streams[here].to(head.fc.weight.dtype))
     hidden = head.step(head.embed(pack.ids[ahead]), state, pack.positions[here], memory.attend)
-    rows, before = (runs >= 2).nonzero()[:, 0], hidden.shape[0]
+    held = filled  # the rows that `hidden` stands for
     for k in range(depths):
-        if k:
-            rows = rows[runs[rows] >= k + 2]
+        rows = (runs >= k + 2).nonzero()[:, 0]
         if not len(rows):
             return
         chosen = torch.cat([rows, rows[-1:].expand(rounded(len(rows)) - len(rows))])
-        place = chosen if k == 0 else torch.searchsorted(last_rows, chosen)
-        assert int(place.max()) < before, (place, before)
-        hidden = hidden[place]
+        place = torch.searchsorted(held, chosen)
+        held, hidden = chosen, hidden[place]
         if k:
             memory.descend(place if k > 1 else None, chosen)
             emb = head.embed(pack.ids[chosen + 1 + k])
             hidden = head.step(emb, head.feedback(hidden), pack.positions[chosen] + k, memory.attend)
-        last_rows, before = rows, hidden.shape[0]
         yield DepthRows(k, rows, hidden[: len(rows)], head.logits(hidden)[: len(rows)])
 
 

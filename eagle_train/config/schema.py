@@ -124,7 +124,7 @@ class TrainConfig(BaseModel):
     """Time limit, in seconds; a run that reaches it ends its schedule early, evaluates and saves; 0 = no limit."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|(cuda|npu)(:\d+)?)$")
     """Where to run: auto (npu before cuda before cpu), cpu, cuda or npu, the last two also with a number: npu:0."""
-    threads: int = Field(0, ge=0)
+    threads: int = Field(default=0, ge=0)
     """CPU threads per process; 0 = this machine's cores divided among its processes (`accelerate launch` says 1)."""
 
 

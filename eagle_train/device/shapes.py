@@ -1,5 +1,6 @@
 """Row counts that repeat. On a CPU oneDNN compiles a kernel for every new matrix shape (10 to 20 ms each, and its cache
-is small): packs of ever-changing length spent half of their time in that compiler. Padded rows are computed and dropped.
+is small): packs of ever-changing length spent half of their time in that compiler. Padded rows are computed, then
+dropped.
 """
 
 from __future__ import annotations

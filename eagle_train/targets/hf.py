@@ -71,9 +71,11 @@ class Target:
             family_of(config.model_type)
             depth = config.num_hidden_layers
             check_layer_ids(default_layer_ids(depth) if layer_ids is None else tuple(layer_ids), depth)
-            model, found = AutoModelForCausalLM.from_pretrained(
+            # With loading info the loader returns a pair, which its annotations do not say.
+            pair: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
             )
+            model, found = pair
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, SafetensorError) as e:
             lines = str(e).strip().splitlines() or ["no reason given"]

@@ -1,4 +1,4 @@
-"""The real command line on the 0.85 M model: train, pinned losses, export, bench, generate; mistakes end with code 2."""
+"""The real command line on the 0.85 M model: train, pinned losses, export, bench, generate; mistakes exit with 2."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from eagle_train.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,13 +113,13 @@ def test_mistakes_end_with_code_2_and_no_traceback(glassllm: Path, tmp_path: Pat
     bad.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n{"mess\n')
     nothing = tmp_path / "nothing.jsonl"
     nothing.write_text('{"prompt_ids": [5, 6, 7], "answer_ids": [8]}\n')
+    other = [w for w in SMALL if not w.startswith("data.train")]
     cases = {
         ("train", *SMALL, "train.learning_rate=1e-3"): "train.lr",
         ("train", "recipe=eagle33"): "eagle3",
         ("train", *[w for w in SMALL if not w.startswith("target")], f"target={tmp_path}"): "config.json",
-        ("train", *[w for w in SMALL if not w.startswith("data.train")], f"data.train={bad}", f"run={tmp_path}/r"): ":2",
-        ("train", *[w for w in SMALL if not w.startswith("data.train")], f"data.train={nothing}", f"run={tmp_path}/r"):
-            "train",
+        ("train", *other, f"data.train={bad}", f"run={tmp_path}/r"): ":2",
+        ("train", *other, f"data.train={nothing}", f"run={tmp_path}/r"): "train",
         ("train", *[w for w in SMALL if "layer_ids" not in w], f"run={tmp_path}/r"): "too shallow",
         ("export", f"run={tmp_path}/none"): "no checkpoint",
         ("bench", f"head={tmp_path}"): "config.json",
@@ -134,4 +135,4 @@ def test_mistakes_end_with_code_2_and_no_traceback(glassllm: Path, tmp_path: Pat
         assert expected in done.stderr and "Traceback" not in done.stderr, (words, done.stderr)
 
 
-PINNED: dict[int, float] = {}
+PINNED = {1: 19.7522, 10: 18.8554, 20: 15.6022, 30: 13.384, 40: 12.7738, 50: 12.5398, 60: 12.4095}

@@ -45,7 +45,7 @@ KNOWN: dict[str, tuple[str, str] | str] = {
     "modes=[plain]": ("scripts/quickstart.py", "prompts=written"),
 }
 # Keys of `make` and of scripts, beside the settings of a run and the options of the verbs.
-OTHER_KEYS = {"STEPS", "SECONDS", "ARGS", "VENV", "PYTHON", "steps", "seconds", "key"}
+OTHER_KEYS = {"GOMP_SPINCOUNT", "STEPS", "SECONDS", "ARGS", "VENV", "PYTHON", "steps", "seconds", "key"}
 # Paths that a run, a build or a fetch makes; their names are checked against the code that makes them.
 MADE = {
     ".venv": "Makefile",

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from eagle_train.cli import main
 from safetensors.torch import load_file
 
+from eagle_train.cli import main
 from tests.e2e.test_cli import ROOT, SMALL
 
 STEPS = ["train.steps=24", "train.save_every=6", "train.log_every=1", "eval.prompts=2", "eval.max_new_tokens=8"]

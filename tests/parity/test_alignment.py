@@ -170,7 +170,8 @@ def test_packing_changes_nothing(scene: Scene) -> None:
     documents = [silent, scene.before, scene.drawn, (IDS[34:40], tiny.answers("aauaaa")), silent]
     apart = sums(scene.head, [tiny.pack(scene.target, [d], scene.teacher) for d in documents], scene.teacher)
     for order in ([0, 1, 2, 3, 4], [3, 0, 2, 4, 1]):
-        together = sums(scene.head, [tiny.pack(scene.target, [documents[d] for d in order], scene.teacher)], scene.teacher)
+        mixed = tiny.pack(scene.target, [documents[d] for d in order], scene.teacher)
+        together = sums(scene.head, [mixed], scene.teacher)
         torch.testing.assert_close(together[0], apart[0], rtol=1e-12, atol=1e-12)
         for ours, theirs in zip(together[1], apart[1], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)

@@ -91,7 +91,7 @@ def test_no_benchmark_prompt_in_it(train: list[dict], heldout: list[dict]) -> No
 
 
 def test_greedy_answers_are_the_models_own() -> None:
-    """The answers end with the model's own end of turn, or ran to the limit, or were cut before a loop; ids are real."""
+    """Answers end with the end of turn, or ran to the limit, or were cut before a loop; ids are real."""
     for row in rows("heldout"):
         assert row["prompt_ids"] and row["answer_ids"]
         assert 2 not in row["answer_ids"][:-1], "nothing follows an end of turn"
