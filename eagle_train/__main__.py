@@ -7,5 +7,4 @@ import sys
 from eagle_train.cli import main
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    raise SystemExit(main(["train", *words] if words and "=" in words[0] else words))
+    raise SystemExit(main(sys.argv[1:]))

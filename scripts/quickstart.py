@@ -44,12 +44,10 @@ def main(words: list[str]) -> int:
     overrides += [f"{k}={v}" for k, v in settings.items() if k not in given]
     prompts, new_tokens = (2, 24) if steps else (PROMPTS, NEW_TOKENS)
     export = Path(run) / "export"
-    if export.exists():  # ours to renew: it is made from the run beside it
-        shutil.rmtree(export)
     eagle, python = [sys.executable, "-m", "eagle_train"], sys.executable
     stages = [
         [*eagle, "assets", target] if target in ("smollm2", "glassllm") else [],
-        [python, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1",
+        [python, "-m", "accelerate.commands.launch", "--quiet", "--num_processes", "1", "--num_machines", "1",
          "--mixed_precision", "no", "--dynamo_backend", "no", str(ROOT / "train.py"), "recipe=eagle3",
          f"target={target}", f"run={run}", *overrides],
         [*eagle, "export", f"run={run}"],
@@ -58,6 +56,8 @@ def main(words: list[str]) -> int:
     ]  # fmt: skip
     for stage in filter(None, stages):
         print(f"\n$ {readable(stage)}", flush=True)
+        if "export" in stage and export.exists():  # made from the run beside it: ours to renew, now that it can be
+            shutil.rmtree(export)
         code = subprocess.run(stage).returncode
         if code:
             return code
@@ -73,7 +73,7 @@ def readable(stage: list[str]) -> str:
     """The command as a person would type it."""
     text = shlex.join(stage).replace(shlex.quote(sys.executable) + " -m eagle_train", "eagle-train")
     launcher = shlex.quote(sys.executable) + " -m accelerate.commands.launch"
-    plain = " --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
+    plain = " --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
     return text.replace(launcher + plain, "accelerate launch").replace(shlex.quote(str(ROOT / "train.py")), "train.py")
 
 

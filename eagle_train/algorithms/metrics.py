@@ -29,10 +29,10 @@ class DepthTotals:
         """One pack's detailed results."""
         if not results:
             return
-        rows = results[0].rows
+        rows = results[0].rows.cpu()  # the sums are kept on the CPU, whatever the device
         chain = {"greedy": torch.ones(len(rows)), "one_hot": torch.ones(len(rows)), "sampled": torch.ones(len(rows))}
         for r in results:
-            at = torch.searchsorted(rows, r.rows)
+            at = torch.searchsorted(rows, r.rows.cpu())
             self._bump("rows", r.depth, len(r.rows))
             self._bump("correct", r.depth, float(r.correct.sum()))
             self._bump("accept", r.depth, float(r.accept.sum()))

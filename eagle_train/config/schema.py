@@ -122,8 +122,8 @@ class TrainConfig(BaseModel):
     """Distance between log lines, in optimizer steps."""
     max_seconds: float = Field(default=0.0, ge=0)
     """Time limit, in seconds; a run that reaches it ends its schedule early, evaluates and saves; 0 = no limit."""
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|(cuda|npu)(:\d+)?)$")
-    """Where to run: auto (npu before cuda before cpu), cpu, cuda or npu, the last two also with a number: npu:0."""
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    """Where to run: auto takes npu before cuda before cpu. Which one of several: CUDA_VISIBLE_DEVICES and its like."""
     threads: int = Field(default=0, ge=0)
     """CPU threads per process; 0 = this machine's cores divided among its processes (`accelerate launch` says 1)."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +32,21 @@ def load_prompts(given: str, tokenizer: Any, limit: int = 0) -> list[list[int]]:
     if path.suffix == ".json":
         rows = _json(path)
     else:
-        rows = [_row(line, f"{path}:{n}") for n, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
+        rows = [_row(line, f"{path}:{n}") for n, line in enumerate(_lines(path), 1) if line.strip()]
     if given == "written":
         rows = [r for r in rows if "mt_bench" not in r]
     rows = rows[: limit or None]
     if not rows:
         raise UserError(f"prompts={given}: there is no prompt in {path}")
     return [_ids(row, tokenizer, path) for row in rows]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return raw.decode().splitlines()
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as e:
+        raise UserError(f"prompts file {path} cannot be read: {e}") from e
 
 
 def _json(path: Path) -> list[dict[str, Any]]:
@@ -56,9 +67,26 @@ def _row(line: str, place: str) -> dict[str, Any]:
         row = json.loads(line)
     except json.JSONDecodeError as e:
         raise UserError(f"{place} is not JSON: {e}") from e
-    if not isinstance(row, dict) or not row.keys() & {"prompt", "prompt_ids", "turns", "messages", "mt_bench"}:
-        raise UserError(f"{place}: expected an object with prompt, prompt_ids, turns or messages")
+    if not isinstance(row, dict) or not any(key in row and good(row[key]) for key, good in FORMS.items()):
+        raise UserError(
+            f"{place}: expected an object with prompt (text), prompt_ids (a list of ids), turns (a list of texts) or "
+            "messages (a list of objects with role and content)"
+        )
     return row
+
+
+def _each(found: Any, kind: type) -> bool:
+    return isinstance(found, list) and bool(found) and all(isinstance(x, kind) for x in found)
+
+
+# Key → whether its value has the form that is read.
+FORMS: dict[str, Callable[[Any], bool]] = {
+    "prompt": lambda v: isinstance(v, str) and bool(v),
+    "prompt_ids": lambda v: _each(v, int),
+    "turns": lambda v: _each(v, str),
+    "messages": lambda v: _each(v, dict) and all({"role", "content"} <= m.keys() for m in v),
+    "mt_bench": lambda v: v in range(81, 161),
+}
 
 
 def _ids(row: dict[str, Any], tokenizer: Any, path: Path) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import resource
+import sys
 
 import torch
 
@@ -26,7 +27,7 @@ def choose(wanted: str = "auto") -> torch.device:
         return torch.device("cpu")
     kind = wanted.split(":")[0]
     if not _available(kind):
-        raise UserError(f"train.device={wanted}, but no {kind} device is available", hint="give auto or cpu")
+        raise UserError(f"device {wanted} was asked for, but no {kind} is available", hint="give auto or cpu")
     return torch.device(wanted)
 
 
@@ -34,8 +35,11 @@ def _available(kind: str) -> bool:
     if kind == "npu":
         if importlib.util.find_spec("torch_npu") is None:
             return False
-        import torch_npu  # noqa: F401
-
+        try:
+            import torch_npu  # noqa: F401
+        except (ImportError, OSError, RuntimeError) as e:  # installed, but without the CANN it needs
+            print(f"torch_npu is installed but cannot be imported ({e}); no npu is used", file=sys.stderr)
+            return False
         return bool(torch.npu.is_available())  # type: ignore[attr-defined]
     return kind == "cuda" and torch.cuda.is_available()
 

@@ -88,7 +88,7 @@ def count_draft_vocab(
         UserError: `size` is negative, above `vocab_size` or too small for `always`, or nothing is supervised.
     """
     if not 0 <= size <= vocab_size:
-        raise UserError(f"draft vocabulary of {size} tokens: expected 0 (= full) to {vocab_size}, the target's size.")
+        raise UserError(f"draft.vocab_size={size}: expected 0 (= full) to {vocab_size}, the target's vocabulary.")
     counts = Counter(i for ids, mask in samples for i, m in zip(ids, mask, strict=True) if m)
     total = sum(counts.values())
     if not total:

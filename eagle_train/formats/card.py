@@ -27,21 +27,28 @@ def serve_lines(target: str, folder: Path, k: int = 3) -> dict[str, str]:
 
 
 def model_card(
-    head: Eagle3Head, *, target: str, run: Path, dtype: torch.dtype, evaluation: dict[str, Any] | None, folder: Path
+    head: Eagle3Head,
+    *,
+    name: str,
+    target: str,
+    run: Path,
+    dtype: torch.dtype,
+    evaluation: dict[str, Any] | None,
+    folder: Path,
 ) -> str:
     """README.md of the exported folder."""
     config = head.config
     parameters = sum(p.numel() for p in head.parameters()) / 1e6
     lines = [
-        f"# EAGLE-3 head for {target}",
+        f"# EAGLE-3 head for {name}",
         "",
-        f"- target: `{target}`, streams after layers {list(config.layer_ids)}",
+        f"- target: `{name}`, streams after layers {list(config.layer_ids)}",
         f"- {parameters:.1f} M parameters, {config.num_layers} layer(s), draft vocabulary {config.draft_vocab_size} of "
         f"{config.vocab_size}, {str(dtype).removeprefix('torch.')}",
         f"- form: vLLM's plain `LlamaForCausalLMEagle3`; trained by eagle-train, run `{run.name}` "
         "(its config.yaml has every setting and the data)",
         "",
-        "## Measured at the end of training",
+        "## Measured at the last evaluation in training",
         "",
     ]
     if evaluation is None:
@@ -75,6 +82,11 @@ def last_evaluation(run: Path) -> dict[str, Any] | None:
     path = run / "metrics.jsonl"
     if not path.exists():
         return None
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue  # the line that was being written when a process died
     found = [r for r in records if r["kind"] == "eval"]
     return found[-1] if found else None

@@ -33,11 +33,12 @@ class Exported:
 
 
 def export_head(
-    checkpoint: Path, out: Path, *, run: Path, target: str, dtype: torch.dtype, special: dict[str, Any]
+    checkpoint: Path, out: Path, *, run: Path, name: str, target: str, dtype: torch.dtype, special: dict[str, Any]
 ) -> Exported:
     """Write the head of `checkpoint` to `out` in vLLM's plain form, with a model card.
 
-    `target`: how the server is to be given the target; `special`: token ids of the target for config.json.
+    `name`: the target as the user names it; `target`: how the server is to be given it; `special`: its token ids for
+    config.json.
 
     Raises:
         UserError: `out` exists, the checkpoint is damaged, or the reloaded head does not give the same logits.
@@ -50,7 +51,9 @@ def export_head(
     try:
         write_head(tmp / "head", head, dtype=dtype, extra=special)
         difference = compare(head, read_head(tmp / "head"))
-        card = model_card(head, target=target, run=run, dtype=dtype, evaluation=last_evaluation(run), folder=out)
+        card = model_card(
+            head, name=name, target=target, run=run, dtype=dtype, evaluation=last_evaluation(run), folder=out
+        )
         (tmp / "head" / "README.md").write_text(card)
         os.replace(tmp / "head", out)
     finally:
@@ -94,7 +97,9 @@ def compare(one: Eagle3Head, other: Eagle3Head, rows: int = 16) -> float:
     for _ in range(2):
         hidden = [h.step(emb, s, positions, alone) for h, s in zip((one, other), states, strict=True)]
         a, b = one.logits(hidden[0]), other.logits(hidden[1])
-        worst = max(worst, float((a - b).abs().max()))
+        if not bool(a.isfinite().all()):
+            raise UserError("the head's logits are not finite on a probe; the export was not kept")
+        worst = max(worst, float((a - b).nan_to_num(float("inf")).abs().max()))
         states = [h.feedback(x) for h, x in zip((one, other), hidden, strict=True)]
     if worst != 0.0:
         raise UserError(f"the reloaded head's logits differ by up to {worst:.3g}; the export was not kept")

@@ -46,8 +46,9 @@ def show(found: Comparison, console: Console) -> None:
         if mode is not None:
             a = mode.acceptance
             rates = " ".join(f"{r:.3f}" for r in a.rates)
+            length = f"{a.acceptance_length:.3f}" if a.drafts else "not measured"
             table.add_row(
-                name, f"{a.acceptance_length:.3f}", rates, str(a.drafts), str(len(mode.looped)),
+                name, length, rates, str(a.drafts), str(len(mode.looped)),
                 f"{mode.tokens_per_second:.1f}",
             )  # fmt: skip
     if found.plain is not None:
@@ -57,6 +58,9 @@ def show(found: Comparison, console: Console) -> None:
     console.print(table)
     if found.plain is None:
         return
+    ratio = found.greedy.tokens_per_second / max(found.plain.tokens_per_second, 1e-9)
+    slower = " (slower: the drafts cost more here than they save)" if ratio < 1 else ""
+    console.print(f"speculative / plain: {ratio:.2f}×{slower}", highlight=False)
     if found.differing:
         console.print(f"output differs ✗  on prompts {list(found.differing)}", highlight=False)
         return

@@ -1,7 +1,7 @@
 """Where each model family keeps what a draft needs. A new family is one row.
 
-`layers`, `norm`, `embedding`, `lm_head` are attribute paths from the causal LM; `scale` names the config key by which
-the family multiplies or divides its logits, `softcap` the one by which it caps them (None: it does neither).
+`layers`, `norm`, `embedding`, `lm_head` are attribute paths from the causal LM. No family here changes its logits
+after lm_head; `Target.verify_head` refuses one that does.
 """
 
 from __future__ import annotations

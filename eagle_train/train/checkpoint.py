@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -33,24 +34,41 @@ FREE_SECTIONS = ("eval", "track")
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: optimizer steps done, seconds trained, and whether it came to its end."""
+    """Where a run stands: optimizer steps done, seconds trained, whether it came to its end.
+
+    `losses`: those of the steps since the last log line, so that the next line is the same after a restart.
+    """
 
     step: int = 0
     seconds: float = 0.0
     finished: bool = False
+    losses: tuple[float, ...] = ()
 
 
 def latest(run: Path) -> Path | None:
-    """The newest whole checkpoint of `run`, or None."""
-    pointer = run / "checkpoints" / "latest"
-    if not pointer.exists():
-        return None
-    folder = run / "checkpoints" / pointer.read_text().strip()
-    return folder if (folder / "state.json").exists() else None
+    """The newest whole checkpoint of `run`: the one `latest` names or, if that is gone, the newest.
+
+    Raises:
+        UserError: there are checkpoints, but none is whole: to start anew in silence would lose the run.
+    """
+    folder = run / "checkpoints"
+    pointer, steps = folder / "latest", sorted(folder.glob("step-*"), reverse=True)
+    named = [folder / pointer.read_text().strip()] if pointer.exists() else []
+    for found in [*named, *steps]:
+        if (found / "state.json").exists():
+            return found
+    if steps:
+        raise UserError(f"{folder} holds no whole checkpoint", hint="move it away to start anew, or give another run=…")
+    return None
 
 
 def save(
-    run: Path, head: Eagle3Head, optimizer: torch.optim.Optimizer, progress: Progress, config: Config, processes: int
+    run: Path,
+    head: Eagle3Head,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    settings: dict[str, Any],
+    processes: int,
 ) -> Path:
     """Write the checkpoint of `progress.step` beside the others, point `latest` at it, keep the newest two."""
     folder = run / "checkpoints" / f"step-{progress.step:06d}"
@@ -63,8 +81,9 @@ def save(
             "step": progress.step,
             "seconds": progress.seconds,
             "finished": progress.finished,
+            "losses": progress.losses,
             "processes": processes,
-            "settings": must_match(config),
+            "settings": settings,
         }
         (tmp / "state.json").write_text(json.dumps(state, indent=2) + "\n")
         tmp.chmod(0o755)
@@ -83,18 +102,36 @@ def save(
 
 def progress_of(folder: Path) -> Progress:
     """Where the run stood at this checkpoint."""
-    state = json.loads((folder / "state.json").read_text())
-    return Progress(state["step"], state["seconds"], state["finished"])
+    state = _state(folder)
+    return Progress(state["step"], state["seconds"], state["finished"], tuple(state["losses"]))
 
 
-def check_settings(folder: Path, config: Config, processes: int) -> None:
-    """Refuse to go on under other settings.
+def _state(folder: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        missing = {"step", "seconds", "finished", "losses", "processes", "settings"} - state.keys()
+    except (OSError, ValueError, AttributeError) as e:
+        raise _damaged(folder / "state.json", e) from e
+    if missing:
+        raise _damaged(folder / "state.json", KeyError(f"{sorted(missing)} missing"))
+    return state
+
+
+def _damaged(path: Path, reason: Exception) -> UserError:
+    said = (str(reason).splitlines() or [type(reason).__name__])[0]
+    return UserError(
+        f"{path} is damaged: {said}", hint=f"move {path.parent} away to go on from the checkpoint before it"
+    )
+
+
+def check_settings(folder: Path, settings: dict[str, Any], processes: int) -> None:
+    """Refuse to go on under other settings, or on other data.
 
     Raises:
         UserError: naming every setting that differs, with its saved and its new value.
     """
-    state = json.loads((folder / "state.json").read_text())
-    now, before = must_match(config) | {"processes": processes}, state["settings"] | {"processes": state["processes"]}
+    state = _state(folder)
+    now, before = settings | {"processes": processes}, state["settings"] | {"processes": state["processes"]}
     changed = [f"{k}: {before.get(k)!r} then, {now.get(k)!r} now" for k in sorted(now) if before.get(k) != now.get(k)]
     if changed:
         raise UserError(
@@ -112,11 +149,8 @@ def restore(folder: Path, head: Eagle3Head, optimizer: torch.optim.Optimizer) ->
     head.load_state_dict(read_head(folder / "head").state_dict())
     try:
         optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"))
-    except (OSError, RuntimeError, ValueError, EOFError) as e:
-        raise UserError(
-            f"{folder / 'optimizer.pt'} is damaged: {str(e).splitlines()[0]}",
-            hint=f"delete {folder} to go on from the checkpoint before it",
-        ) from e
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as e:
+        raise _damaged(folder / "optimizer.pt", e) from e
 
 
 def must_match(config: Config) -> dict[str, Any]:

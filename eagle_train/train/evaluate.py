@@ -51,9 +51,7 @@ def eval_prompts(materials: Materials, config: Config) -> list[list[int]]:
     return fit[: config.eval.prompts]
 
 
-def evaluate(
-    materials: Materials, heldout: FeatureSource, config: Config, decode: DecodeFn | None, depths: int
-) -> dict[str, Any]:
+def evaluate(materials: Materials, heldout: FeatureSource, config: Config, decode: DecodeFn | None) -> dict[str, Any]:
     """One flat record: loss figures per depth, `acceptance_length` (the loop's), `walked_length`."""
     totals, loss, conversations = DepthTotals(), 0.0, 0
     algorithm, head = materials.algorithm, materials.head

@@ -58,12 +58,15 @@ class Outcome:
 
 
 class Stop:
-    """Ctrl-C and SIGTERM ask the loop to save and leave after the step at hand."""
+    """Ctrl-C and SIGTERM ask the loop to save and leave after the step at hand; the old handlers come back after it."""
 
     def __init__(self) -> None:
         self.name = ""
-        for s in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(s, self._note)
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, _frame: Any) -> None:
         if self.name:
@@ -84,21 +87,24 @@ def train(config: Config, decode: DecodeFn | None) -> Outcome:
         mixed_precision=mixed, cpu=device.type == "cpu", log_with=list(config.track.trackers) or None,
         project_dir=str(config.run_dir), gradient_accumulation_steps=1,
     )  # fmt: skip
+    _check_launch(accelerator)
     world, rank = accelerator.num_processes, accelerator.process_index
     threads = use_threads(config.train.threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     found = checkpoint.latest(config.run_dir)
     if found:
-        checkpoint.check_settings(found, config, world)
+        checkpoint.check_settings(found, checkpoint.must_match(config), world)
     progress = checkpoint.progress_of(found) if found else Progress()
     torch.manual_seed(config.seed)
     materials = build(config, accelerator.device)
     prompts = eval_prompts(materials, config)
     optimizer = make_optimizer(materials.head.parameters(), config.train)
     if found:
+        checkpoint.check_settings(found, materials.identity, world)
         checkpoint.restore(found, materials.head, optimizer)
     recorder = Recorder(config, accelerator, resumed_at=progress.step)
     _announce(recorder, config, materials, progress, f"processes {world}, CPU threads {threads}")
     run = _Run(config, accelerator, materials, optimizer, recorder)
+    run.losses = list(progress.losses)
     if accelerator.is_main_process:
         (config.run_dir / "config.yaml").write_text(dump_yaml(config))
         (config.run_dir / "eval_prompts.json").write_text(json.dumps(prompts) + "\n")
@@ -107,9 +113,8 @@ def train(config: Config, decode: DecodeFn | None) -> Outcome:
         while not progress.finished and not stop.name:
             started = time.perf_counter()
             run.step(progress, schedule.window(progress.step, config.train.accumulation, world), rank)
-            progress = replace(
-                progress, step=progress.step + 1, seconds=progress.seconds + time.perf_counter() - started
-            )
+            seconds = progress.seconds + time.perf_counter() - started
+            progress = replace(progress, step=progress.step + 1, seconds=run.agree(seconds, stop))
             out_of_time = 0 < config.train.max_seconds <= progress.seconds
             progress = replace(progress, finished=progress.step >= config.train.steps or out_of_time)
             recorder.bar.update(recorder.task, completed=progress.step)
@@ -119,7 +124,8 @@ def train(config: Config, decode: DecodeFn | None) -> Outcome:
             if progress.finished or stop.name or progress.step % config.train.save_every == 0:
                 found = run.save(progress)
     recorder.close()
-    return Outcome(progress, last, found, stop.name)
+    stop.restore()
+    return Outcome(progress, last, found, "" if progress.finished else stop.name)
 
 
 class _Run:
@@ -145,7 +151,7 @@ class _Run:
         self.taught_rows = [_taught_rows(s) for s in materials.train]
         self.totals, self.window_seconds, self.window_tokens = DepthTotals(), 0.0, 0
         self.losses: list[float] = []
-        self.feature_seconds = 0.0
+        self.window_steps, self.feature_seconds = 0, 0.0
 
     def step(self, progress: Progress, window: list[list[tuple[int, ...]]], rank: int) -> None:
         """One optimizer step over `window` [accumulation][process] of packs."""
@@ -178,9 +184,18 @@ class _Run:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.append(self._over_processes(loss))
+        self.window_steps += 1
         self.window_seconds += time.perf_counter() - started
         if log:
             self._log(progress, rate, norm)
+
+    def agree(self, seconds: float, stop: Stop) -> float:
+        """One clock and one decision to stop for all processes: the slowest's seconds, anyone's signal."""
+        if self.accelerator.num_processes > 1:
+            mine = torch.tensor([[seconds, float(bool(stop.name))]], device=self.accelerator.device)
+            seconds, stopped = self.accelerator.gather(mine).amax(0).tolist()
+            stop.name = stop.name or ("SIGTERM" if stopped else "")
+        return seconds
 
     def _over_processes(self, value: float) -> float:
         if self.accelerator.num_processes == 1:
@@ -202,7 +217,7 @@ class _Run:
             "memory_gb": peak_memory_gb(self.accelerator.device),
         }
         self.recorder.write(step, "train", record)
-        left = (self.config.train.steps - step) * self.window_seconds / len(self.losses)
+        left = (self.config.train.steps - step) * self.window_seconds / self.window_steps
         if self.config.train.max_seconds:
             left = min(left, self.config.train.max_seconds - progress.seconds)
         right = figures.get("accuracy")
@@ -213,13 +228,13 @@ class _Run:
             f"features {record['feature_share']:.0%}  ETA {max(left, 0) / 60:.1f} min"
         )
         self.totals, self.losses, self.window_seconds, self.window_tokens = DepthTotals(), [], 0.0, 0
-        self.feature_seconds = 0.0
+        self.window_steps, self.feature_seconds = 0, 0.0
 
     def evaluate(self, progress: Progress, decode: DecodeFn | None) -> dict[str, Any]:
         """Main process only; the others wait at the next collective."""
         if not self.accelerator.is_main_process:
             return {}
-        record = evaluate(self.materials, self.heldout, self.config, decode, self.config.algorithm.depths)
+        record = evaluate(self.materials, self.heldout, self.config, decode)
         self.recorder.write(progress.step, "eval", record)
         length = f", acceptance length {record['acceptance_length']:.3f} at k={record['k']} " if decode else ""
         walked = f"(walked {record['walked_length']:.3f})" if decode else ""
@@ -231,7 +246,27 @@ class _Run:
         if not self.accelerator.is_main_process:
             return None
         head, run = self.materials.head, self.config.run_dir
-        return checkpoint.save(run, head, self.optimizer, progress, self.config, self.accelerator.num_processes)
+        settings = checkpoint.must_match(self.config) | self.materials.identity
+        progress = replace(progress, losses=tuple(self.losses))
+        return checkpoint.save(run, head, self.optimizer, progress, settings, self.accelerator.num_processes)
+
+
+def _check_launch(accelerator: Accelerator) -> None:
+    """What was launched is what this loop can do, and accelerate did not fall back to less.
+
+    Raises:
+        UserError: FSDP, DeepSpeed or the like; or fewer processes than the launcher started.
+    """
+    known = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU")
+    if accelerator.distributed_type.name not in known:
+        raise UserError(
+            f"accelerate is set to {accelerator.distributed_type.name}; this version trains with one process or plain "
+            "data parallelism",
+            hint="choose those in `accelerate config`, or pass --num_processes to `accelerate launch`",
+        )
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != accelerator.num_processes:
+        raise UserError(f"{started} processes were started, but accelerate sees {accelerator.num_processes}")
 
 
 def _taught_rows(sample: Sample) -> int:

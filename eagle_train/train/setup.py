@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ class Materials:
     algorithm: Eagle3
     coverage: float
     fresh: list[str]
+    identity: dict[str, str]
 
 
 def build(config: Config, device: torch.device) -> Materials:
@@ -81,7 +83,16 @@ def build(config: Config, device: torch.device) -> Materials:
         algorithm=Eagle3(config.algorithm.depths, config.algorithm.depth_decay),
         coverage=coverage,
         fresh=fresh,
+        identity={"the training data's hash": _hash(train), "the draft vocabulary's hash": vocab.hash()},
     )
+
+
+def _hash(samples: list[Sample]) -> str:
+    """sha256 of every id and mask, so that a file edited in place is not taken for the one a run began with."""
+    digest = hashlib.sha256()
+    for s in samples:
+        digest.update(repr((s.ids, s.mask)).encode())
+    return digest.hexdigest()
 
 
 def _load(config: Config, path: str, dtype: str, device: torch.device) -> Target:
@@ -97,7 +108,12 @@ def _load(config: Config, path: str, dtype: str, device: torch.device) -> Target
 def _samples(config: Config, target: Target, part: str, limit: int) -> tuple[list[Sample], Report]:
     if "bundled" in getattr(config.data, part):
         _check_bundled(config, target, part)
-    template = Path(config.data.chat_template).read_text() if config.data.chat_template else None
+    template = None
+    if config.data.chat_template:
+        try:
+            template = Path(config.data.chat_template).expanduser().read_text()
+        except (OSError, UnicodeDecodeError) as e:
+            raise UserError(f"data.chat_template={config.data.chat_template} cannot be read: {e}") from e
     made = prepare(
         [data_path(given, part) for given in getattr(config.data, part)],
         target.tokenizer,

@@ -49,6 +49,10 @@ class _Slots(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.capacity
 
+    def get_max_cache_shape(self) -> int:
+        """The same, as transformers called it before 5.24."""
+        return self.capacity
+
 
 class TargetCache:
     """The target's memory for one request. `cache` is what the model is given."""
