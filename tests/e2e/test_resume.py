@@ -1,4 +1,4 @@
-"""What a run goes on from, and what it refuses: edited data, damaged checkpoints; and that splitting changes nothing."""
+"""What a run goes on from, and what it refuses: edited data, damaged checkpoints. Splitting changes nothing."""
 
 from __future__ import annotations
 
