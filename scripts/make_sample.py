@@ -1,7 +1,7 @@
 """Make the bundled on-policy sample: prompts, answered by SmolLM2-135M-Instruct itself.
 
-    python scripts/make_sample.py generate --out work/sample [--shard 0/1] [--conversations 3000]
-    python scripts/make_sample.py pack --out work/sample
+    python scripts/make_sample.py generate --out build/sample [--shard 0/1] [--conversations 3000]
+    python scripts/make_sample.py pack --out build/sample
 
 `generate` writes one JSON line per answered conversation and goes on where it stopped; `pack` cuts answers that fell
 into a loop, counts them, and writes `recipes/data/smollm2_{train,heldout}.jsonl.gz` with `smollm2_sample.json` beside
@@ -202,7 +202,7 @@ def write(rows: list[dict], path: Path) -> dict[str, int]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=["generate", "pack", "count"])
-    parser.add_argument("--out", type=Path, default=Path("work/sample"))
+    parser.add_argument("--out", type=Path, default=Path("build/sample"))
     parser.add_argument("--shard", default="0/1", help="this process's share of the batches, as I/N")
     parser.add_argument("--conversations", type=int, default=4000)
     given = parser.parse_args()
