@@ -110,22 +110,24 @@ def train(config: Config, decode: DecodeFn | None) -> Outcome:
         (config.run_dir / "eval_prompts.json").write_text(json.dumps(prompts) + "\n")
     stop, schedule, last = Stop(), run.schedule, {}
     with recorder.bar:
-        while not progress.finished and not stop.name:
+        stopped = ""  # what all processes agreed on; a signal that comes later is for the next step
+        while not progress.finished and not stopped:
             started = time.perf_counter()
             run.step(progress, schedule.window(progress.step, config.train.accumulation, world), rank)
             seconds = progress.seconds + time.perf_counter() - started
-            progress = replace(progress, step=progress.step + 1, seconds=run.agree(seconds, stop))
+            seconds, stopped = run.agree(seconds, stop.name)
+            progress = replace(progress, step=progress.step + 1, seconds=seconds)
             out_of_time = 0 < config.train.max_seconds <= progress.seconds
             progress = replace(progress, finished=progress.step >= config.train.steps or out_of_time)
             recorder.bar.update(recorder.task, completed=progress.step)
             due = config.eval.every and progress.step % config.eval.every == 0
             if progress.finished or due:
                 last = run.evaluate(progress, decode)
-            if progress.finished or stop.name or progress.step % config.train.save_every == 0:
+            if progress.finished or stopped or progress.step % config.train.save_every == 0:
                 found = run.save(progress)
     recorder.close()
     stop.restore()
-    return Outcome(progress, last, found, "" if progress.finished else stop.name)
+    return Outcome(progress, last, found, "" if progress.finished else stopped)
 
 
 class _Run:
@@ -189,13 +191,13 @@ class _Run:
         if log:
             self._log(progress, rate, norm)
 
-    def agree(self, seconds: float, stop: Stop) -> float:
+    def agree(self, seconds: float, signalled: str) -> tuple[float, str]:
         """One clock and one decision to stop for all processes: the slowest's seconds, anyone's signal."""
         if self.accelerator.num_processes > 1:
-            mine = torch.tensor([[seconds, float(bool(stop.name))]], device=self.accelerator.device)
-            seconds, stopped = self.accelerator.gather(mine).amax(0).tolist()
-            stop.name = stop.name or ("SIGTERM" if stopped else "")
-        return seconds
+            mine = torch.tensor([[seconds, float(bool(signalled))]], device=self.accelerator.device)
+            seconds, anyone = self.accelerator.gather(mine).amax(0).tolist()
+            signalled = signalled or ("SIGTERM" if anyone else "")
+        return seconds, signalled
 
     def _over_processes(self, value: float) -> float:
         if self.accelerator.num_processes == 1:
