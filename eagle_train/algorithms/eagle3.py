@@ -1,4 +1,4 @@
-"""EAGLE-3's training-time test: the unroll, and soft cross-entropy to the target at every depth.
+"""EAGLE-3's training-time test: the unroll, and the loss against the target at every depth.
 
     row i, depth k      input                                     position   predicts    teacher
     k = 0               emb(x_{i+1}),   project(g_i)               i          x_{i+2}     head(last_{i+1})
@@ -8,22 +8,23 @@ This is what the engines run: after a verification the draft is run over the acc
 streams (depth 0), then rolls out on its own states. A (row, depth) is trained iff x_{i+1} … x_{i+2+k} all belong to
 one answer span: exactly the rows an engine visits, because it drafts only after the target has emitted an answer token.
 
-Loss of a row at depth k: −Σ_v p(v) log q(v) over the draft vocabulary, p the teacher renormalised on it; a row whose
-target argmax lies outside the draft vocabulary has no loss (it still counts in every metric). Source: EAGLE-3
-(arXiv 2503.01840) section 3 and its released code, where the depths weigh 0.8^k.
+The loss of a row at depth k is what `losses.Loss` says (the default: soft cross-entropy to the teacher renormalised on
+the draft vocabulary), weighted by the depth. Source: EAGLE-3 (arXiv 2503.01840) section 3 and its released code, where
+the depths weigh 0.8^k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from eagle_train.algorithms.losses import soft_cross_entropy
+from eagle_train.algorithms.fused import Job, fused_loss
+from eagle_train.algorithms.losses import Loss
 from eagle_train.algorithms.teacher import Teacher
-from eagle_train.algorithms.unroll import UnrollMemory
+from eagle_train.algorithms.unroll import UnrollMemory, spans_of
 from eagle_train.data.pack import Pack
 from eagle_train.device.shapes import rounded
 from eagle_train.draft.eagle3 import Eagle3Head
@@ -31,23 +32,21 @@ from eagle_train.draft.eagle3 import Eagle3Head
 
 @dataclass(frozen=True)
 class DepthRows:
-    """One depth of the unroll: `rows` [R] places in the pack, `hidden` [R, H] the draft's outputs before `norm`,
-    `logits` [R, Vd]."""
+    """One depth of the unroll: `rows` [R] places in the pack, `hidden` [R, H] the draft's outputs before `norm`."""
 
     depth: int
     rows: Tensor
     hidden: Tensor
-    logits: Tensor
 
 
 @dataclass(frozen=True)
 class DepthResult:
-    """One depth's loss and per-row figures (all detached but `loss`).
+    """One depth's figures, all detached.
 
-    loss: scalar, the weighted sum over this depth's rows; rows [R]; correct [R] bool: the draft's argmax is the
+    loss: the weighted sum over this depth's rows, a scalar; rows [R]; correct [R] bool: the draft's argmax is the
     target's; accept [R]: p(argmax q), what a greedy draft is accepted with at temperature 1; alpha [R]: Σ min(p, q),
-    a sampled draft's acceptance, p on the full vocabulary in both (these three are empty unless asked for); skipped:
-    rows without a loss, because the target's argmax lies outside the draft vocabulary.
+    a sampled draft's acceptance, p on the full vocabulary in both (these three are empty unless asked for); outside:
+    rows whose target argmax lies outside the draft vocabulary.
     """
 
     depth: int
@@ -56,99 +55,91 @@ class DepthResult:
     correct: Tensor
     accept: Tensor
     alpha: Tensor
-    skipped: int
-
-
-def unroll(head: Eagle3Head, pack: Pack, depths: int, runs: Tensor) -> Iterator[DepthRows]:
-    """Run `head` over `pack`, yielding depth 0 … depths−1; depth k ≥ 1 computes its trained rows only.
-
-    Row counts are rounded up with copies of the last row, which nothing sees and nothing is taken from.
-    """
-    n = pack.ids.shape[0]
-    filled = torch.arange(rounded(n), device=pack.ids.device)
-    here, ahead = filled.clamp(max=n - 1), (filled + 1).clamp(max=n - 1)
-    memory = UnrollMemory((*pack.bounds, (n, len(filled))), head.config.num_layers)
-    # Row i looks at token i+1; a document's last row has none: it is computed for its shape and never trained or seen.
-    state = head.project(pack.streams[here].to(head.fc.weight.dtype))
-    hidden = head.step(head.embed(pack.ids[ahead]), state, pack.positions[here], memory.attend)
-    held = filled  # the rows that `hidden` stands for
-    for k in range(depths):
-        rows = (runs >= k + 2).nonzero()[:, 0]
-        if not len(rows):
-            return
-        chosen = torch.cat([rows, rows[-1:].expand(rounded(len(rows)) - len(rows))])
-        place = torch.searchsorted(held, chosen)
-        held, hidden = chosen, hidden[place]
-        if k:
-            memory.descend(place if k > 1 else None, chosen)
-            emb = head.embed(pack.ids[chosen + 1 + k])
-            hidden = head.step(emb, head.feedback(hidden), pack.positions[chosen] + k, memory.attend)
-        yield DepthRows(k, rows, hidden[: len(rows)], head.logits(hidden)[: len(rows)])
-
-
-class Eagle3:
-    """How an EAGLE-3 head is taught: `depths` of the unroll, weighted `decay`^k."""
-
-    def __init__(self, depths: int, decay: float) -> None:
-        self.depths, self.decay = depths, decay
-
-    def results(self, head: Eagle3Head, pack: Pack, teacher: Teacher, *, detailed: bool = False) -> list[DepthResult]:
-        """One result per depth that has rows. Each row weighs 1 / (its conversation's depth-0 rows), times decay^k.
-
-        The sum of the losses, divided by the number of conversations with trained rows in the whole optimizer window,
-        is the loss: so packing, padding, accumulation and ranks change nothing.
-        """
-        runs = pack.runs()
-        taught = (runs >= 2).nonzero()[:, 0]
-        if not len(taught):
-            return []
-        count = torch.bincount(pack.document[taught], minlength=len(pack.bounds))[pack.document]
-        with torch.no_grad():
-            # One teacher softmax per teacher position; every depth that meets the position takes its row.
-            logits = teacher.draft_logits(pack.last[taught + 1])
-            given = _Given(pack.top, logits.softmax(-1), torch.full_like(runs, -1))
-            given.place[taught + 1] = torch.arange(len(taught), device=runs.device)
-            if detailed:
-                inside = logits.logsumexp(-1) - teacher.log_sum_exp(pack.last[taught + 1])
-                given = replace(given, mass=inside.exp())
-        out = []
-        for depth in unroll(head, pack, self.depths, runs):
-            scale = self.decay**depth.depth / count[depth.rows].to(given.probs.dtype)
-            out.append(_result(head, depth, given, scale))
-        return out
+    outside: int
 
 
 @dataclass(frozen=True)
-class _Given:
-    """The teacher of a pack: top [N] as in `Pack`; probs [P, Vd] on the draft vocabulary; place [N]: a position's row
-    in probs; mass [P]: the share of the full distribution that the draft vocabulary holds (None: no figures wanted)."""
+class Results:
+    """`loss`: the sum over all depths, a scalar with gradients; `depths`: one result per depth that has rows."""
 
-    top: Tensor
-    probs: Tensor
-    place: Tensor
-    mass: Tensor | None = None
+    loss: Tensor
+    depths: list[DepthResult]
 
 
-def _result(head: Eagle3Head, depth: DepthRows, given: _Given, scale: Tensor) -> DepthResult:
-    at = depth.rows + 1 + depth.depth
-    top, row = given.top[at], given.place[at]
-    inside = top >= 0
-    q, p = depth.logits, given.probs[row]
-    loss = soft_cross_entropy(q, p)
-    correct = accept = alpha = q.new_empty(0)
-    if given.mass is not None:
-        with torch.no_grad():
-            wide, mass = q.to(p.dtype), given.mass[row]
-            choice = wide.argmax(-1)
-            correct = head.target_ids(choice) == top
-            accept = p.gather(1, choice[:, None])[:, 0] * mass
-            alpha = torch.minimum(p * mass[:, None], wide.softmax(-1)).sum(-1)
+def unroll(head: Eagle3Head, pack: Pack, depths: int, runs: Tensor) -> Iterator[DepthRows]:
+    """Run `head` over `pack`, yielding depth 0 … depths−1 with the rows that are trained at each.
+
+    Every depth computes the rows that depth 0 trains; those whose reach ends earlier (the last k of a span) are
+    computed for their shape and not yielded. Row counts are rounded up with rows that nothing sees.
+    """
+    taught = (runs >= 2).nonzero()[:, 0]
+    if not len(taught):
+        return
+    n = pack.ids.shape[0]
+    filled = torch.arange(rounded(n), device=pack.ids.device)
+    here, ahead = filled.clamp(max=n - 1), (filled + 1).clamp(max=n - 1)
+    chosen = torch.cat([taught, taught[-1:].expand(rounded(len(taught)) - len(taught))])
+    memory = UnrollMemory(spans_of(taught.tolist(), pack.bounds), pack.bounds, head.config.num_layers)
+    # Row i looks at token i+1; a document's last row has none: it is computed for its shape and never trained or seen.
+    state = head.project(pack.streams[here].to(head.fc.weight.dtype))
+    hidden = head.step(head.embed(pack.ids[ahead]), state, pack.positions[here], memory.attend, chosen)
+    for k in range(depths):
+        if k:
+            emb = head.embed(pack.ids[(chosen + 1 + k).clamp(max=n - 1)])
+            hidden = head.step(emb, head.feedback(hidden), pack.positions[chosen] + k, memory.attend)
+        reach = (runs[taught] >= k + 2).nonzero()[:, 0]
+        if not len(reach):
+            return
+        yield DepthRows(k, taught[reach], hidden[reach])
+
+
+class Eagle3:
+    """How an EAGLE-3 head is taught: one weight per depth of the unroll, a loss, and what weighs the same in it."""
+
+    def __init__(self, weights: Sequence[float], loss: Loss | None = None, *, by_token: bool = False) -> None:
+        assert weights and all(w >= 0 for w in weights), weights
+        self.weights, self.loss, self.by_token = tuple(weights), loss or Loss(), by_token
+
+    def share(self, taught_rows: int) -> int:
+        """What a conversation with so many depth-0 rows adds to the divisor of its optimizer window."""
+        return taught_rows if self.by_token else int(taught_rows > 0)
+
+    def results(self, head: Eagle3Head, pack: Pack, teacher: Teacher, *, detailed: bool = False) -> Results | None:
+        """Loss and figures; None where the pack trains nothing.
+
+        Each row weighs 1 / (its conversation's depth-0 rows), or 1 with `by_token`, times its depth's weight. The sum
+        of the losses, divided by the sum of `share` over the whole optimizer window and all ranks, is the loss: so
+        packing, padding, accumulation and ranks change nothing.
+        """
+        runs = pack.runs()
+        depths = list(unroll(head, pack, len(self.weights), runs))
+        if not depths:
+            return None
+        count = torch.bincount(pack.document[depths[0].rows], minlength=len(pack.bounds))[pack.document]
+        if self.by_token:
+            count = torch.ones_like(count)
+        count = count.to(torch.promote_types(head.fc.weight.dtype, torch.float32))
+        job = Job(
+            pack=pack,
+            teacher=teacher,
+            loss=self.loss,
+            places=[d.rows + 1 + d.depth for d in depths],
+            weights=[self.weights[d.depth] / count[d.rows] for d in depths],
+            detailed=detailed,
+        )
+        loss = fused_loss(job, head.lm_head.weight, [head.norm(d.hidden) for d in depths])
+        return Results(loss, [_result(d, job) for d in depths])
+
+
+def _result(depth: DepthRows, job: Job) -> DepthResult:
+    k, figures = depth.depth, job.figures[depth.depth]
+    empty = depth.hidden.new_empty(0)
     return DepthResult(
-        depth=depth.depth,
-        loss=(loss * scale * inside).sum(),
+        depth=k,
+        loss=job.losses[k],
         rows=depth.rows,
-        correct=correct,
-        accept=accept,
-        alpha=alpha,
-        skipped=int((~inside).sum()),
+        correct=torch.cat([empty, *figures.correct]),
+        accept=torch.cat([empty, *figures.accept]),
+        alpha=torch.cat([empty, *figures.alpha]),
+        outside=int((job.pack.top[job.places[k]] < 0).sum()),
     )

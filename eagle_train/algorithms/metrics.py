@@ -23,7 +23,7 @@ class DepthTotals:
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
-        self._skipped = 0
+        self._outside = 0
 
     def add(self, results: Sequence[DepthResult]) -> None:
         """One pack's detailed results."""
@@ -37,7 +37,7 @@ class DepthTotals:
             self._bump("correct", r.depth, float(r.correct.sum()))
             self._bump("accept", r.depth, float(r.accept.sum()))
             self._bump("alpha", r.depth, float(r.alpha.sum()))
-            self._skipped += r.skipped
+            self._outside += r.outside
             self._chain(chain, "greedy", r, at, r.correct)
             self._chain(chain, "one_hot", r, at, r.accept)
             self._chain(chain, "sampled", r, at, r.alpha)
@@ -57,7 +57,7 @@ class DepthTotals:
     def figures(self) -> dict[str, float | list[float]]:
         """Means per depth over that depth's rows; estimated lengths 1 + Σ_k mean of the product over depths ≤ k."""
         rows = self._sums.get("rows", [])
-        out: dict[str, float | list[float]] = {"rows": rows, "skipped": float(self._skipped)}
+        out: dict[str, float | list[float]] = {"rows": rows, "outside": float(self._outside)}
         for kind, name in (("correct", "accuracy"), ("accept", "accept"), ("alpha", "alpha")):
             if kind in self._sums:
                 out[name] = [s / max(n, 1) for s, n in zip(self._sums[kind], rows, strict=True)]
@@ -122,10 +122,11 @@ def walked_acceptance(head: Eagle3Head, target: Target, texts: Sequence[tuple[li
             streams=features.streams,
             last=features.last,
             top=nothing,
+            lse=features.last.new_zeros(len(ids)),
         )
         right = torch.zeros(k, len(ids), dtype=torch.bool)
         for depth in unroll(head, pack, k, answer_runs(pack.mask, pack.bounds)):
-            choice = head.target_ids(depth.logits.argmax(-1))
+            choice = head.target_ids(head.logits(depth.hidden).argmax(-1))
             right[depth.depth, depth.rows.cpu()] = (choice == tokens[depth.rows + 2 + depth.depth]).cpu()
         one = walk(right, prompt_length, end)
         total += one.drafts

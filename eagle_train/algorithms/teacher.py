@@ -27,24 +27,24 @@ class Teacher:
         """last [P, H] → the target's logits on the draft vocabulary [P, Vd], in float32 or wider."""
         return _wide(F.linear(pad_rows(last), self.draft_rows))[: last.shape[0]]
 
-    @torch.no_grad()
-    def tops(self, last: Tensor) -> Tensor:
-        """last [P, H] → the target's argmax [P] int64, or −1 where it lies outside the draft vocabulary.
+    def columns(self, tops: Tensor) -> Tensor:
+        """Target ids [P] → their columns in the draft vocabulary; −1 stays −1."""
+        return torch.where(tops >= 0, torch.searchsorted(self.draft_ids, tops.clamp(min=0)), -1)
 
-        A token of the draft vocabulary that ties with one outside counts as the argmax.
+    @torch.no_grad()
+    def whole(self, last: Tensor) -> tuple[Tensor, Tensor]:
+        """last [P, H] → what needs the full vocabulary, by slices of rows: (top [P] int64, lse [P]).
+
+        top: the target's argmax, −1 where it lies outside the draft vocabulary (a token of the draft vocabulary that
+        ties with one outside counts as the argmax). lse: log Σ_v exp(logit), in float32 or wider.
         """
-        out = [last.new_empty(0, dtype=torch.int64)]
+        tops, sums = [last.new_empty(0, dtype=torch.int64)], [_wide(last.new_empty(0))]
         for part in pad_rows(last).split(CHUNK):
             logits = self.head(part)
             best, place = _wide(logits[:, self.draft_ids]).max(-1)
-            out.append(torch.where(best >= _wide(logits.amax(-1)), self.draft_ids[place], -1))
-        return torch.cat(out)[: last.shape[0]]
-
-    @torch.no_grad()
-    def log_sum_exp(self, last: Tensor) -> Tensor:
-        """last [P, H] → log Σ_v exp(logit) over the full vocabulary [P], in float32 or wider."""
-        parts = [_wide(self.head(part)).logsumexp(-1) for part in pad_rows(last).split(CHUNK)]
-        return torch.cat(parts)[: last.shape[0]]
+            tops.append(torch.where(best >= _wide(logits.amax(-1)), self.draft_ids[place], -1))
+            sums.append(_wide(logits).logsumexp(-1))
+        return torch.cat(tops)[: last.shape[0]], torch.cat(sums)[: last.shape[0]]
 
 
 CHUNK = 256  # rows whose full logits are held at once

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 SETTINGS = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -68,6 +68,31 @@ class DraftConfig(BaseModel):
         return ids
 
 
+LOSSES = ("kl", "ce", "top_k", "tv", "lk", "lk_hybrid")
+
+
+def loss_terms(text: str) -> tuple[tuple[str, float], ...]:
+    """`kl + 0.5*tv` → (("kl", 1.0), ("tv", 0.5)).
+
+    Raises:
+        ValueError: an unknown loss, one named twice, or a weight that is not a positive number.
+    """
+    terms: dict[str, float] = {}
+    for part in text.split("+"):
+        weight, _, name = part.strip().rpartition("*")
+        name = name.strip()
+        if name not in LOSSES or name in terms:
+            known = ", ".join(LOSSES)
+            raise ValueError(f"{part.strip()!r} is not a loss, or is named twice; one of {known}, e.g. kl + 0.5*tv")
+        try:
+            terms[name] = float(weight) if weight else 1.0
+        except ValueError:
+            raise ValueError(f"{weight!r} is not a number; write e.g. 0.5*{name}") from None
+        if not 0 < terms[name] < float("inf"):
+            raise ValueError(f"the weight of {name} is {weight}; it must be above 0")
+    return tuple(terms.items())
+
+
 class AlgorithmConfig(BaseModel):
     """How the head is taught."""
 
@@ -79,6 +104,34 @@ class AlgorithmConfig(BaseModel):
     """Draft depths unrolled in training, in draft tokens."""
     depth_decay: float = Field(default=0.8, gt=0, le=1)
     """Weight of depth k in the loss is depth_decay to the power k."""
+    depth_weights: list[Annotated[float, Field(ge=0)]] | None = None
+    """Weight of each depth in the loss, one number per depth; null = by depth_decay."""
+    loss: Text = "kl"
+    """Loss of a row: kl, ce, top_k, tv, lk or lk_hybrid, or a weighted sum, e.g. `kl + 0.5*tv`."""
+    top_k: int = Field(default=10, ge=1)
+    """For the loss top_k: how many of the target's likeliest tokens it looks at, in tokens."""
+    mean: Literal["conversation", "token"] = "conversation"
+    """What weighs the same in the loss: each conversation, or each trained token."""
+
+    @field_validator("loss")
+    @classmethod
+    def _readable(cls, text: str) -> str:
+        loss_terms(text)
+        return text
+
+    @model_validator(mode="after")
+    def _one_weight_per_depth(self) -> AlgorithmConfig:
+        given = self.depth_weights
+        if given is not None and (len(given) != self.depths or not any(given)):
+            raise ValueError(f"depth_weights has {len(given)} numbers for {self.depths} depths; not all may be 0")
+        return self
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each depth."""
+        if self.depth_weights is not None:
+            return tuple(self.depth_weights)
+        return tuple(self.depth_decay**k for k in range(self.depths))
 
 
 class TrainConfig(BaseModel):
@@ -92,20 +145,26 @@ class TrainConfig(BaseModel):
     """Packed tokens per micro-batch and process."""
     accumulation: int = Field(default=1, ge=1)
     """Micro-batches per optimizer step and process."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW for all weights, or Muon for the matrices inside the head and AdamW for the rest."""
     lr: float = Field(default=1e-3, gt=0)
-    """Peak learning rate, reached after the warm-up."""
+    """AdamW's peak learning rate, reached after the warm-up."""
+    muon_lr: float = Field(default=0.02, gt=0)
+    """Muon's peak learning rate."""
     min_lr_share: Share = 0.05
     """Learning rate at the end of the schedule, as a share (0 to 1) of the peak."""
     warmup_steps: int = Field(default=20, ge=0)
     """Linear warm-up, in optimizer steps."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up; wsd stays at its peak, then falls over the last decay_share."""
+    decay_share: float = Field(default=0.2, gt=0, le=1)
+    """With wsd: the share of the run (0 to 1) over which the rate falls."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's weight decay."""
+    """Weight decay."""
     clip_norm: float = Field(default=0.5, gt=0)
     """Largest gradient norm; beyond it the gradient is scaled down."""
     precision: Literal["bf16", "fp32"] = "bf16"

@@ -15,8 +15,9 @@ class Pack:
 
     ids [N] int64; positions [N] int64, restarting at 0; document [N] int64, the document's number; mask [N] bool
     (m_j: the assistant wrote token j); bounds: each document's [start, end); streams [N, A·H] and last [N, H] in the
-    target's dtype; top [N] int64: the target's argmax at each position, −1 where it lies outside the draft vocabulary
-    (read only where a teacher stands, see `runs`).
+    target's dtype; top [N] int64: the target's argmax at each position, −1 where it lies outside the draft vocabulary;
+    lse [N]: log Σ exp of the target's logits over its whole vocabulary, at least float32 (both are read only where a
+    teacher stands, see `runs`).
     """
 
     ids: Tensor
@@ -27,6 +28,7 @@ class Pack:
     streams: Tensor
     last: Tensor
     top: Tensor
+    lse: Tensor
 
     def runs(self) -> Tensor:
         """[N]: how many tokens of one answer span follow row i directly.

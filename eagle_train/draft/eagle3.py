@@ -68,15 +68,17 @@ class Eagle3Head(nn.Module):
             streams = torch.cat([n(p) for n, p in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(streams)
 
-    def step(self, emb: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """One draft step for N rows: emb and state [N, H], positions [N] → the layer's output [N, H], before `norm`.
+    def step(self, emb: Tensor, state: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """One draft step for N rows: emb and state [N, H], positions [N] → the layers' output [N, H], before `norm`.
 
-        The one step of training and of serving; `attend` says which keys a row sees and keeps the new ones.
+        The one step of training and of serving; `attend` says which keys a row sees and keeps the new ones. With
+        `rows` [R], places among the N: the output of those alone [R, H]; the last layer's other rows give keys only.
         """
         cos, sin = self.rotary(positions, emb)
-        x = self.midlayer(emb, state, cos, sin, attend)
-        for layer in self.layers:
-            x = layer(x, cos, sin, attend)
+        deepest = len(self.layers)
+        x = self.midlayer(emb, state, cos, sin, attend, rows if deepest == 0 else None)
+        for index, layer in enumerate(self.layers, 1):
+            x = layer(x, cos, sin, attend, rows if index == deepest else None)
         return x
 
     def feedback(self, hidden: Tensor) -> Tensor:

@@ -61,7 +61,10 @@ class HeadConfig:
 
 
 class RMSNorm(nn.Module):
-    """x · weight / rms(x), the rms in at least float32 (as Llama's)."""
+    """x · weight / rms(x), the rms in at least float32 (as Llama's).
+
+    Under autocast the result comes in autocast's dtype: the projections that read it need not convert it one by one.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -69,8 +72,30 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        out: Tensor = _Normed.apply(x, self.weight, self.eps, dtype)
+        return out
+
+
+class _Normed(torch.autograd.Function):
+    """Keeps x and one number per row for the backward, where autograd would keep four copies of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+        by = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, by)
+        return ((wide * by).to(x.dtype) * weight).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, by = ctx.saved_tensors
+        grad, normed = grads[0].to(by.dtype), x * by
+        for_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        grad = grad * weight
+        share = torch.linalg.vecdot(grad, normed)[..., None] / x.shape[-1]
+        return (grad.sub_(normed.mul_(share)).mul_(by)).to(x.dtype), for_weight, None, None
 
 
 class Rotary(nn.Module):
@@ -96,7 +121,7 @@ class Rotary(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [N, heads, D] turned by its position; halves are paired, as in Hugging Face's Llama."""
     a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-b, a), dim=-1) * sin
+    return x * cos.to(x.dtype) + torch.cat((-b, a), dim=-1) * sin.to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -113,11 +138,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """x [N, input] → [N, H]; with `rows` [R], places in x: keys of all N, queries and output of those alone."""
+        asking, at = (x, (cos, sin)) if rows is None else (x[rows], (cos[rows], sin[rows]))
+        q = self.q_norm(self.q_proj(asking).unflatten(-1, (-1, self.head_dim)))
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        out = attend(self.index, rotate(q, cos, sin), rotate(k, cos, sin), v)
+        out = attend(self.index, rotate(q, *at), rotate(k, cos, sin), v)
         return self.o_proj(out.flatten(-2))
 
 
@@ -146,11 +173,13 @@ class FirstLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, emb: Tensor, state: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, emb: Tensor, state: Tensor, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
         normed = self.hidden_norm(state)
         residual = normed if self.norm_before_residual else state
         both = torch.cat((self.input_layernorm(emb), normed), dim=-1)
-        x = residual + self.self_attn(both, cos, sin, attend)
+        x = _of(residual, rows) + self.self_attn(both, cos, sin, attend, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -164,6 +193,10 @@ class PlainLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        x = _of(x, rows) + self.self_attn(self.input_layernorm(x), cos, sin, attend, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def _of(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x[rows]

@@ -25,6 +25,7 @@ from eagle_train.config.schema import Config
 from eagle_train.draft.checkpoint import read_head, write_head
 from eagle_train.draft.eagle3 import Eagle3Head
 from eagle_train.errors import UserError
+from eagle_train.train.optimizer import Optimizers
 
 KEEP = 2
 # Settings that may differ between a checkpoint and the run that goes on from it: they change no trained number.
@@ -65,7 +66,7 @@ def latest(run: Path) -> Path | None:
 def save(
     run: Path,
     head: Eagle3Head,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     progress: Progress,
     settings: dict[str, Any],
     processes: int,
@@ -140,7 +141,7 @@ def check_settings(folder: Path, settings: dict[str, Any], processes: int) -> No
         )
 
 
-def restore(folder: Path, head: Eagle3Head, optimizer: torch.optim.Optimizer) -> None:
+def restore(folder: Path, head: Eagle3Head, optimizer: Optimizers) -> None:
     """Load weights and optimizer state in place.
 
     Raises:

@@ -53,16 +53,17 @@ def eval_prompts(materials: Materials, config: Config) -> list[list[int]]:
 
 def evaluate(materials: Materials, heldout: FeatureSource, config: Config, decode: DecodeFn | None) -> dict[str, Any]:
     """One flat record: loss figures per depth, `acceptance_length` (the loop's), `walked_length`."""
-    totals, loss, conversations = DepthTotals(), 0.0, 0
+    totals, loss, divisor = DepthTotals(), 0.0, 0
     algorithm, head = materials.algorithm, materials.head
     mixed = torch.autocast(materials.target.device.type, torch.bfloat16, config.train.precision == "bf16")
     with torch.no_grad(), mixed:
         for i in range(len(heldout.samples)):
             results = algorithm.results(head, heldout.pack([i]), materials.teacher, detailed=True)
-            totals.add(results)
-            loss += sum(float(r.loss) for r in results)
-            conversations += bool(results)
-    record: dict[str, Any] = {"heldout_loss": loss / max(conversations, 1), **totals.figures()}
+            if results is not None:
+                totals.add(results.depths)
+                loss += float(results.loss)
+                divisor += algorithm.share(len(results.depths[0].rows))
+    record: dict[str, Any] = {"heldout_loss": loss / max(divisor, 1), **totals.figures()}
     if decode is None:
         return record
     dtype = getattr(torch, config.eval.dtype)

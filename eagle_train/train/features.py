@@ -21,11 +21,16 @@ from eagle_train.targets.hf import Target
 
 @dataclass(frozen=True)
 class _Kept:
-    """One conversation's features: streams [T, A·H], last [T, H], top [T] int64 as `Pack` has it."""
+    """One conversation's features: streams [T, A·H], last [T, H], top [T] and lse [T] as `Pack` has them."""
 
     streams: Tensor
     last: Tensor
     top: Tensor
+    lse: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.streams, self.last, self.top, self.lse))
 
 
 class FeatureSource:
@@ -37,7 +42,7 @@ class FeatureSource:
 
     def __init__(self, samples: Sequence[Sample], target: Target, teacher: Teacher, *, budget: int) -> None:
         self.samples, self.target, self.teacher = samples, target, teacher
-        size = target.embedding.element_size() * target.config.hidden_size * (len(target.layer_ids) + 1) + 8
+        size = target.embedding.element_size() * target.config.hidden_size * (len(target.layer_ids) + 1) + 12
         self._groups = _groups([len(s.ids) for s in samples], budget // size)
         self._kept: dict[int, _Kept] = {}
         self.kept_bytes = 0
@@ -63,6 +68,7 @@ class FeatureSource:
             streams=torch.cat([p.streams for p in parts]),
             last=torch.cat([p.last for p in parts]),
             top=torch.cat([p.top for p in parts]),
+            lse=torch.cat([p.lse for p in parts]),
         )
 
     def _features(self, index: int) -> _Kept:
@@ -73,7 +79,7 @@ class FeatureSource:
             return self._capture([index])[0]
         for i, made in zip(group, self._capture(group), strict=True):
             self._kept[i] = made
-            self.kept_bytes += sum(t.numel() * t.element_size() for t in (made.streams, made.last, made.top))
+            self.kept_bytes += made.nbytes
         return self._kept[index]
 
     def _capture(self, indices: Sequence[int]) -> list[_Kept]:
@@ -88,8 +94,11 @@ class FeatureSource:
             runs = answer_runs(torch.tensor(sample.mask), [(0, len(sample.ids))])
             taught = (runs >= 2).nonzero()[:, 0].to(device) + 1
             top = torch.full((len(sample.ids),), -1, dtype=torch.int64, device=device)
-            top[taught] = self.teacher.tops(features.last[taught])
-            out.append(_Kept(features.streams, features.last, top))
+            found, sums = self.teacher.whole(features.last[taught])
+            top[taught] = found
+            lse = sums.new_zeros(len(sample.ids))
+            lse[taught] = sums
+            out.append(_Kept(features.streams, features.last, top, lse))
         return out
 
 

@@ -28,7 +28,7 @@ from eagle_train.train import checkpoint
 from eagle_train.train.checkpoint import Progress
 from eagle_train.train.evaluate import DecodeFn, eval_prompts, evaluate
 from eagle_train.train.features import FeatureSource
-from eagle_train.train.optimizer import learning_rate, make_optimizer
+from eagle_train.train.optimizer import Optimizers, make_optimizer, rate_share
 from eagle_train.train.record import Recorder
 from eagle_train.train.setup import Materials, build
 
@@ -41,10 +41,10 @@ class Taught(nn.Module):
         self.head, self.algorithm, self.teacher = head, algorithm, teacher
 
     def forward(self, pack: Pack, detailed: bool) -> tuple[Tensor, list[DepthResult]]:
-        results = self.algorithm.results(self.head, pack, self.teacher, detailed=detailed)
-        if not results:  # nothing to learn here, but every process must still take part in the backward
+        found = self.algorithm.results(self.head, pack, self.teacher, detailed=detailed)
+        if found is None:  # nothing to learn here, but every process must still take part in the backward
             return sum((p.sum() * 0.0 for p in self.head.parameters()), torch.zeros(())), []
-        return torch.stack([r.loss for r in results]).sum(), results
+        return found.loss, found.depths
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def train(config: Config, decode: DecodeFn | None) -> Outcome:
     torch.manual_seed(config.seed)
     materials = build(config, accelerator.device)
     prompts = eval_prompts(materials, config)
-    optimizer = make_optimizer(materials.head.parameters(), config.train)
+    optimizer = make_optimizer(materials.head.named_parameters(), config.train)
     if found:
         checkpoint.check_settings(found, materials.identity, world)
         checkpoint.restore(found, materials.head, optimizer)
@@ -138,7 +138,7 @@ class _Run:
         config: Config,
         accelerator: Accelerator,
         materials: Materials,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         recorder: Recorder,
     ) -> None:
         self.config, self.accelerator, self.materials, self.recorder = config, accelerator, materials, recorder
@@ -159,7 +159,8 @@ class _Run:
         """One optimizer step over `window` [accumulation][process] of packs."""
         config, started = self.config.train, time.perf_counter()
         # Every process knows the whole window, so the divisor needs no collective.
-        conversations = sum(self.taught_rows[i] > 0 for packs in window for pack in packs for i in pack)
+        weigh = self.materials.algorithm.share
+        divisor = max(sum(weigh(self.taught_rows[i]) for packs in window for pack in packs for i in pack), 1)
         log = progress.step == 0 or (progress.step + 1) % config.log_every == 0 or progress.step + 1 == config.steps
         loss = 0.0
         for packs in window:
@@ -168,28 +169,25 @@ class _Run:
             self.feature_seconds += time.perf_counter() - waited
             part, results = self.taught(pack, log)
             # DDP averages over processes; the loss is a sum over all of them.
-            scaled = part * (self.accelerator.num_processes / max(conversations, 1))
+            scaled = part * (self.accelerator.num_processes / divisor)
             self.accelerator.backward(scaled)
-            loss += float(part.detach()) / max(conversations, 1)
+            loss += float(part.detach()) / divisor
             if log:
                 self.totals.add(results)
             self.window_tokens += len(pack.ids) * self.accelerator.num_processes
         norm = float(self.accelerator.clip_grad_norm_(self.taught.parameters(), config.clip_norm))
-        rate = learning_rate(config, progress.step, progress.seconds)
         if not (loss == loss and norm == norm and norm < float("inf")):
             raise UserError(
                 f"loss {loss} and gradient norm {norm} at step {progress.step + 1} are not finite",
                 hint="lower train.lr, or use train.precision=fp32; the last checkpoint is untouched",
             )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        share = rate_share(config, progress.step, progress.seconds)
+        self.optimizer.step(share)
         self.losses.append(self._over_processes(loss))
         self.window_steps += 1
         self.window_seconds += time.perf_counter() - started
         if log:
-            self._log(progress, rate, norm)
+            self._log(progress, share * config.lr, norm)
 
     def agree(self, seconds: float, signalled: str) -> tuple[float, str]:
         """One clock and one decision to stop for all processes: the slowest's seconds, anyone's signal."""

@@ -12,8 +12,9 @@ import torch
 
 from eagle_train import assets
 from eagle_train.algorithms.eagle3 import Eagle3
+from eagle_train.algorithms.losses import Loss
 from eagle_train.algorithms.teacher import Teacher
-from eagle_train.config.schema import Config
+from eagle_train.config.schema import Config, loss_terms
 from eagle_train.data.conversations import bundled_path, data_path
 from eagle_train.data.prompts import render
 from eagle_train.data.tokenize import prepare
@@ -80,11 +81,16 @@ def build(config: Config, device: torch.device) -> Materials:
         reports=(train_report, heldout_report),
         head=head,
         teacher=teacher,
-        algorithm=Eagle3(config.algorithm.depths, config.algorithm.depth_decay),
+        algorithm=_algorithm(config),
         coverage=coverage,
         fresh=fresh,
         identity={"the training data's hash": _hash(train), "the draft vocabulary's hash": vocab.hash()},
     )
+
+
+def _algorithm(config: Config) -> Eagle3:
+    given = config.algorithm
+    return Eagle3(given.weights, Loss(loss_terms(given.loss), given.top_k), by_token=given.mean == "token")
 
 
 def _hash(samples: list[Sample]) -> str:

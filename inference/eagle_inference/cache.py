@@ -95,8 +95,11 @@ class DraftCache:
         self._values: list[Tensor | None] = [None] * num_layers
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Rows at slots length … length+R−1 see every slot up to their own. q [R, Q, D], k and v [R, G, D]."""
-        rows, end = q.shape[0], self.length + q.shape[0]
+        """Keys k and v [R, G, D] for slots length … length+R−1; each row sees every slot up to its own.
+
+        q [R, Q, D], or the last ones of them alone → like q.
+        """
+        rows, end = q.shape[0], self.length + k.shape[0]
         assert end <= self.capacity, f"draft cache of {self.capacity} rows asked to hold {end}"
         keys, values = self._keys[layer], self._values[layer]
         if keys is None or values is None:
@@ -105,7 +108,7 @@ class DraftCache:
             self._keys[layer], self._values[layer] = keys, values
         keys[self.length : end], values[self.length : end] = k, v
         groups = q.shape[1] // k.shape[1]
-        seen = torch.ones(rows, end, dtype=torch.bool, device=q.device).tril(self.length) if rows > 1 else None
+        seen = torch.ones(rows, end, dtype=torch.bool, device=q.device).tril(end - rows) if rows > 1 else None
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             keys[:end].repeat_interleave(groups, dim=1).transpose(0, 1)[None],

@@ -157,7 +157,8 @@ class _Request:
         assert len(ids) == rows, f"{rows} rows of true streams for {len(ids)} tokens"
         positions = torch.arange(first, first + rows, device=device)
         state = head.project(self.streams.to(head.fc.weight.dtype))
-        hidden = head.step(head.embed(ids), state, positions, self.draft_cache.attend)[-1:]
+        newest = torch.tensor([rows - 1], device=device)
+        hidden = head.step(head.embed(ids), state, positions, self.draft_cache.attend, newest)
         self.draft_cache.advance(rows)
         true_rows, drafts = self.draft_cache.length, []
         for depth in range(1, count + 1):

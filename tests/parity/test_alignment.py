@@ -65,7 +65,15 @@ def scene() -> Scene:
 
 
 def results(head: Eagle3Head, pack: Pack, teacher: Teacher, detailed: bool = False) -> list[DepthResult]:
-    return Eagle3(DEPTHS, DECAY).results(head, pack, teacher, detailed=detailed)
+    found = Eagle3([DECAY**k for k in range(DEPTHS)]).results(head, pack, teacher, detailed=detailed)
+    return found.depths if found is not None else []
+
+
+def loss_at(scene: Scene, pack: Pack, depth: int) -> Tensor:
+    """The loss of one depth, with its gradients."""
+    found = Eagle3([DECAY**k if k == depth else 0.0 for k in range(DEPTHS)]).results(scene.head, pack, scene.teacher)
+    assert found is not None
+    return found.loss
 
 
 def places(gradient: Tensor) -> set[int]:
@@ -88,7 +96,7 @@ def test_what_one_loss_depends_on(scene: Scene, row: int, depth: int) -> None:
     scene.head._embedding = table  # attach_embedding would detach it
     try:
         pack = replace(scene.only(scene.pack, i + 1 + depth), streams=streams)
-        loss = results(scene.head, pack, scene.teacher)[depth].loss
+        loss = loss_at(scene, pack, depth)
         by_streams, by_table = torch.autograd.grad(loss, [streams, table])
     finally:
         scene.head.attach_embedding(scene.target.embedding)
@@ -119,7 +127,7 @@ def test_value_and_teacher_of_one_loss(scene: Scene, row: int, depth: int) -> No
 def test_a_row_whose_target_is_outside_has_no_loss_but_counts(scene: Scene) -> None:
     pack = replace(scene.pack, top=torch.full_like(scene.pack.top, scene.outside))
     for r in results(scene.head, pack, scene.teacher, detailed=True):
-        assert float(r.loss.detach()) == 0.0 and r.skipped == len(r.rows) == len(r.correct) == len(r.alpha) > 0
+        assert float(r.loss.detach()) == 0.0 and r.outside == len(r.rows) == len(r.correct) == len(r.alpha) > 0
         assert not r.correct.any()
 
 
@@ -159,8 +167,8 @@ def test_documents_do_not_see_one_another(scene: Scene, order: tuple[int, int]) 
 def sums(head: Eagle3Head, packs: Sequence[Pack], teacher: Teacher) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients, over all packs and depths."""
     parameters = [p for p in head.parameters() if p.requires_grad]
-    losses = [r.loss for pack in packs for r in results(head, pack, teacher)]
-    loss = torch.stack(losses).sum()
+    found = [Eagle3([DECAY**k for k in range(DEPTHS)]).results(head, pack, teacher) for pack in packs]
+    loss = torch.stack([f.loss for f in found if f is not None]).sum()
     return loss.detach(), list(torch.autograd.grad(loss, parameters))
 
 

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from eagle_inference.cache import DraftCache
 from eagle_train.algorithms.eagle3 import unroll
-from eagle_train.algorithms.unroll import UnrollMemory
+from eagle_train.algorithms.unroll import Span, UnrollMemory
 from eagle_train.data.pack import Pack
 from eagle_train.draft.eagle3 import Eagle3Head
 from eagle_train.draft.layers import FirstLayer, HeadConfig, PlainLayer, RMSNorm, Rotary, rotate
@@ -206,7 +206,7 @@ def in_family_shape(target: Target, **options: bool) -> HeadConfig:
 
 OPTIONS: dict[str, dict[str, bool]] = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
 ATTENDS: dict[str, Callable[[int], Any]] = {
-    "unroll": lambda n: UnrollMemory([(0, n)], 1).attend,
+    "unroll": lambda n: UnrollMemory([Span(0, 0, n, 0)], [(0, n)], 1).attend,
     "cache": lambda n: DraftCache(1, n).attend,
 }
 

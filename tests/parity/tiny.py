@@ -154,7 +154,8 @@ def pack(
         bounds=bounds,
         streams=torch.cat([f.streams for f in features]),
         last=last,
-        top=teacher.tops(last) if teacher is not None else target.head(last).argmax(-1),
+        top=teacher.whole(last)[0] if teacher is not None else target.head(last).argmax(-1),
+        lse=target.head(last).logsumexp(-1),
     )
 
 

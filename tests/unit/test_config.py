@@ -23,7 +23,7 @@ from eagle_train.config.loader import (
     recipes_dir,
     suggest,
 )
-from eagle_train.config.schema import Config
+from eagle_train.config.schema import Config, loss_terms
 from eagle_train.errors import UserError
 
 MINIMAL = "# A small recipe.\nalgorithm:\n  name: eagle3\n"
@@ -131,9 +131,9 @@ def test_all_mistakes_come_in_one_report() -> None:
     assert len(lines) == 6
     for start, expected in [
         ("recipe=eagel3: ", "did you mean recipe=eagle3? Else there are: "),
-        ("train.lr=fast: ", "expected float > 0 (Peak learning rate"),
+        ("train.lr=fast: ", "expected float > 0 (AdamW's peak learning rate"),
         ("train.setps=3: ", "did you mean train.steps or "),
-        ("train.schedule=cosin: ", "expected one of cosine, linear, constant"),
+        ("train.schedule=cosin: ", "expected one of cosine, linear, wsd, constant"),
         ("'verbose': ", "expected key=value"),
         ("seed=2: ", "given before, as seed=1"),
     ]:
@@ -344,3 +344,30 @@ def test_config_imports_neither_torch_nor_transformers() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("text", "terms"),
+    [
+        ("kl", (("kl", 1.0),)),
+        ("kl + 0.5*tv", (("kl", 1.0), ("tv", 0.5))),
+        ("0.9*lk_hybrid+.1 * top_k", (("lk_hybrid", 0.9), ("top_k", 0.1))),
+    ],
+)
+def test_losses_are_read(text: str, terms: tuple[tuple[str, float], ...]) -> None:
+    assert loss_terms(text) == terms
+    assert load_config(["recipe=eagle3", f"algorithm.loss={text}"]).config.algorithm.loss == text
+
+
+@pytest.mark.parametrize("text", ["kll", "kl + kl", "x*kl", "-1*kl", "inf*kl", "nan*kl", "kl +", "0*tv"])
+def test_losses_that_cannot_be_read(text: str) -> None:
+    (line,) = mistakes("recipe=eagle3", f"algorithm.loss={text}")
+    assert "algorithm.loss" in line
+
+
+def test_depth_weights() -> None:
+    given = ["recipe=eagle3", "algorithm.depths=3"]
+    assert load_config([*given, "algorithm.depth_weights=[1,0,2]"]).config.algorithm.weights == (1.0, 0.0, 2.0)
+    assert load_config([*given, "algorithm.depth_decay=0.5"]).config.algorithm.weights == (1.0, 0.5, 0.25)
+    assert any("2 numbers for 3 depths" in line for line in mistakes(*given, "algorithm.depth_weights=[1,2]"))
+    assert mistakes(*given, "algorithm.depth_weights=[0,0,0]")
