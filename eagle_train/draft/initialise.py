@@ -61,7 +61,7 @@ def _copy_layer(head: Eagle3Head, source: Mapping[str, Tensor]) -> list[str]:
         elif name.split(".")[-2] in ("q_proj", "k_proj", "v_proj") and name.endswith("weight"):
             if theirs.shape == (ours.shape[0], width):
                 ours[:, width:].copy_(theirs)
-                ours[:, :width].mul_(0.1)
+                ours[:, :width].mul_(0.5)
             else:
                 fresh.append(f"midlayer.{name}")
         elif theirs.shape == ours.shape:
