@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from eagle_inference.bench import Comparison, compare, continued, measure
 from eagle_inference.engine import SpeculativeEngine
@@ -117,10 +118,22 @@ def run_bench(options: BenchOptions) -> Comparison:
     target, head = load_pair(options.head, options.target, options.dtype, options.device)
     prompts = load_prompts(options.prompts, target.tokenizer, options.limit)
     params = SamplingParams(max_new_tokens=options.max_new_tokens, stop_ids=stop_ids(target), seed=options.seed)
-    modes = options.modes
-    return compare(
-        target, head, prompts, params, k=options.k, sampled="sampled" in modes, plain="plain" in modes, hf="hf" in modes
-    )
+    modes, console = options.modes, Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+        TimeRemainingColumn(), console=console, disable=not sys.stderr.isatty(),
+    ) as bar:  # fmt: skip
+        tasks: dict[str, TaskID] = {}
+
+        def watch(mode: str, done: int) -> None:
+            if mode not in tasks:
+                tasks[mode] = bar.add_task(mode, total=len(prompts))
+            bar.update(tasks[mode], completed=done)
+
+        return compare(
+            target, head, prompts, params, k=options.k, sampled="sampled" in modes, plain="plain" in modes,
+            hf="hf" in modes, watch=watch,
+        )  # fmt: skip
 
 
 def bench_verb(options: BenchOptions, words: Sequence[str]) -> int:

@@ -180,13 +180,6 @@ def print_config(loaded: Loaded) -> str:
     return "".join(f"{key:<{wide[0]}}  {value:<{wide[1]}}  ({origin})\n" for key, value, origin in rows)
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema of a recipe file, for completion in editors; `recipe` itself is not required in a file."""
-    schema = Config.model_json_schema()
-    schema["required"] = [name for name in schema.get("required", []) if name != "recipe"]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
 def suggest(key: str, keys: Sequence[str]) -> list[str]:
     """Keys that `key` may have meant, likeliest first: another trainer's name, a bare leaf, or a slip; up to three."""
     wanted = key.strip().lstrip("-").replace("-", "_").lower()

@@ -25,6 +25,7 @@ from eagle_train.draft.vocab import DraftVocab
 from eagle_train.errors import UserError
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+AGAIN = "export it again, or take an older checkpoint"
 
 
 def config_dict(config: HeadConfig, dtype: torch.dtype, extra: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -169,9 +170,9 @@ def read_head(folder: str | Path) -> Eagle3Head:
         raw = json.loads((folder / "config.json").read_text())
         loaded = load_file(folder / "model.safetensors")
     except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as e:
-        raise UserError(f"{folder} is damaged: {e}", hint="export the head again") from e
+        raise UserError(f"{folder} is damaged: {e}", hint=AGAIN) from e
     if not isinstance(raw, dict):
-        raise UserError(f"{folder} is damaged: config.json is not an object", hint="export the head again")
+        raise UserError(f"{folder} is damaged: config.json is not an object", hint=AGAIN)
     config = parse_config(raw, str(folder / "config.json"))
     vocab = _read_vocab(config, loaded, str(folder))
     head = Eagle3Head(config, vocab)

@@ -26,6 +26,24 @@ def serve_lines(target: str, folder: Path, k: int = 3) -> dict[str, str]:
     }
 
 
+def cannot_serve(head: Eagle3Head) -> dict[str, str]:
+    """Engines that cannot serve this head, or not in every version, each with the reason (docs/checkpoints.md)."""
+    config = head.config
+    out: dict[str, list[str]] = {}
+    if len(config.layer_ids) != 3:
+        for engine in ("vllm-ascend", "SGLang"):
+            out.setdefault(engine, []).append(f"it reads exactly three streams, this head {len(config.layer_ids)}")
+    if config.layer_ids[0] == 1:
+        out.setdefault("SGLang", []).append("it cannot express layer ids that begin with 1")
+    flags = [n for n in ("fc_norm", "norm_output") if getattr(config, n)]
+    if flags:
+        out.setdefault("SGLang", []).append(f"it does not know {' and '.join(flags)}")
+        out.setdefault("vLLM before 2026-06", []).append(f"it does not know {' and '.join(flags)}")
+    if config.layer_ids[0] == 0:
+        out.setdefault("vLLM's Transformers backend", []).append("layer id 0 means the last layer there")
+    return {engine: "; ".join(reasons) for engine, reasons in out.items()}
+
+
 def model_card(
     head: Eagle3Head,
     *,
@@ -34,9 +52,10 @@ def model_card(
     run: Path,
     dtype: torch.dtype,
     evaluation: dict[str, Any] | None,
+    step: int,
     folder: Path,
 ) -> str:
-    """README.md of the exported folder."""
+    """README.md of the exported folder; `step`: that of the checkpoint it was made from."""
     config = head.config
     parameters = sum(p.numel() for p in head.parameters()) / 1e6
     lines = [
@@ -54,11 +73,17 @@ def model_card(
     if evaluation is None:
         lines.append("No evaluation was recorded.")
     else:
+        if evaluation["step"] != step:
+            lines += [
+                f"At step {evaluation['step']}; these are the weights of step {step}, which were not measured.",
+                "",
+            ]
         lines += _figures(evaluation)
     lines += ["", "## Serve", ""]
     for engine, line in serve_lines(target, folder).items():
         lines += [f"{engine}:", "", "```bash", line, "```", ""]
     lines.append("vllm-ascend and SGLang: the form follows their rules; not run here.")
+    lines += [f"Cannot serve this head: {engine}, {reason}." for engine, reason in cannot_serve(head).items()]
     return "\n".join(lines) + "\n"
 
 

@@ -18,7 +18,7 @@ import torch
 from eagle_train.draft.checkpoint import read_head, write_head
 from eagle_train.draft.eagle3 import Eagle3Head
 from eagle_train.errors import UserError
-from eagle_train.formats.card import last_evaluation, model_card, serve_lines
+from eagle_train.formats.card import cannot_serve, last_evaluation, model_card, serve_lines
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,9 @@ def export_head(
     try:
         write_head(tmp / "head", head, dtype=dtype, extra=special)
         difference = compare(head, read_head(tmp / "head"))
+        step = int(checkpoint.name.rpartition("-")[2])
         card = model_card(
-            head, name=name, target=target, run=run, dtype=dtype, evaluation=last_evaluation(run), folder=out
+            head, name=name, target=target, run=run, dtype=dtype, evaluation=last_evaluation(run), step=step, folder=out
         )
         (tmp / "head" / "README.md").write_text(card)
         os.replace(tmp / "head", out)
@@ -62,7 +63,7 @@ def export_head(
         folder=out,
         tensors=len(json.loads(_header(out / "model.safetensors"))) - 1,
         max_difference=difference,
-        warnings=path_warnings(out),
+        warnings=(*path_warnings(out), *(f"{e} cannot serve it: {why}" for e, why in cannot_serve(head).items())),
         serve=serve_lines(target, out)["vLLM"],
     )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from eagle_inference.bench import TIE, Comparison, Measured
+from eagle_inference.bench import TIES, Comparison, Measured
 
 
 def as_dict(found: Comparison) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def as_dict(found: Comparison) -> dict[str, Any]:
         if mode is not None:
             out[name] = _mode(mode)
     if found.hf is not None:
-        out["hf_generate"] = {"tokens_per_second": found.hf.tokens_per_second}
+        out["hf_generate"] = {"tokens_per_second": found.hf.tokens_per_second, "same_answers": found.hf.same}
     return out
 
 
@@ -54,7 +55,8 @@ def show(found: Comparison, console: Console) -> None:
     if found.plain is not None:
         table.add_row("plain, greedy, same engine", "1.000", "", "", "", f"{found.plain.tokens_per_second:.1f}")
     if found.hf is not None:
-        table.add_row("Hugging Face generate, greedy", "1.000", "", "", "", f"{found.hf.tokens_per_second:.1f}")
+        name = f"Hugging Face generate, greedy ({found.hf.same} of {found.prompts} answers the same)"
+        table.add_row(name, "1.000", "", "", "", f"{found.hf.tokens_per_second:.1f}")
     console.print(table)
     if found.plain is None:
         return
@@ -64,5 +66,6 @@ def show(found: Comparison, console: Console) -> None:
     if found.differing:
         console.print(f"output differs ✗  on prompts {list(found.differing)}", highlight=False)
         return
-    ties = f", {len(found.near_ties)} more up to a near-tie (top two logits within {TIE})" if found.near_ties else ""
+    bound = f"top two logits within {TIES[torch.float32]}, in bfloat16 {TIES[torch.bfloat16]}"
+    ties = f", {len(found.near_ties)} more up to a near-tie ({bound})" if found.near_ties else ""
     console.print(f"output identical ✓  ({found.identical} of {found.prompts} greedy answers{ties})", highlight=False)

@@ -16,7 +16,7 @@ from eagle_train.algorithms.teacher import Teacher
 from eagle_train.data.pack import Pack, answer_runs, layout
 from eagle_train.data.types import Sample
 from eagle_train.errors import UserError
-from eagle_train.targets.hf import Target
+from eagle_train.targets.hf import Features, Target
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class FeatureSource:
         self._groups = _groups([len(s.ids) for s in samples], budget // size)
         self._kept: dict[int, _Kept] = {}
         self.kept_bytes = 0
-        self.captured = 0  # conversations that went through the target, again and again where nothing is kept
+        self.broken: dict[int, str] = {}  # conversations whose states are not finite: number → id
 
     @property
     def over_budget(self) -> int:
@@ -54,16 +54,23 @@ class FeatureSource:
         return len(self.samples) - len(self._groups)
 
     def pack(self, indices: Sequence[int]) -> Pack:
-        """The conversations `indices`, in this order, as one pack on the target's device."""
+        """The conversations `indices`, in this order, as one pack on the target's device.
+
+        One whose states are not finite (NaN or overflow) lies in it as zeros that train nothing, and is in `broken`.
+
+        Raises:
+            UserError: more than `MAX_BROKEN` of all conversations are like that.
+        """
         parts = [self._features(i) for i in indices]
         samples = [self.samples[i] for i in indices]
+        masks = [m and i not in self.broken for i, s in zip(indices, samples, strict=True) for m in s.mask]
         device = self.target.device
         positions, document, bounds = layout([len(s.ids) for s in samples])
         return Pack(
             ids=torch.tensor([t for s in samples for t in s.ids], device=device),
             positions=positions.to(device),
             document=document.to(device),
-            mask=torch.tensor([m for s in samples for m in s.mask], device=device),
+            mask=torch.tensor(masks, device=device),
             bounds=bounds,
             streams=torch.cat([p.streams for p in parts]),
             last=torch.cat([p.last for p in parts]),
@@ -76,7 +83,7 @@ class FeatureSource:
             return self._kept[index]
         group = self._groups.get(index)
         if group is None:
-            return self._capture([index])[0]
+            return self._capture([index])[0]  # no room: captured anew each time
         for i, made in zip(group, self._capture(group), strict=True):
             self._kept[i] = made
             self.kept_bytes += made.nbytes
@@ -84,13 +91,11 @@ class FeatureSource:
 
     def _capture(self, indices: Sequence[int]) -> list[_Kept]:
         samples, device, out = [self.samples[i] for i in indices], self.target.device, []
-        self.captured += len(samples)
-        for sample, features in zip(samples, self.target.capture([s.ids for s in samples]), strict=True):
+        made = self.target.capture([s.ids for s in samples])
+        for index, sample, features in zip(indices, samples, made, strict=True):
             if not bool(features.last.isfinite().all() and features.streams.isfinite().all()):
-                raise UserError(
-                    f"the target's states for conversation {sample.id!r} are not finite (NaN or overflow)",
-                    hint="use train.target_dtype=float32, or take that conversation out",
-                )
+                self._note_broken(index)
+                features = Features(torch.zeros_like(features.streams), torch.zeros_like(features.last))
             runs = answer_runs(torch.tensor(sample.mask), [(0, len(sample.ids))])
             taught = (runs >= 2).nonzero()[:, 0].to(device) + 1
             top = torch.full((len(sample.ids),), -1, dtype=torch.int64, device=device)
@@ -100,6 +105,18 @@ class FeatureSource:
             lse[taught] = sums
             out.append(_Kept(features.streams, features.last, top, lse))
         return out
+
+    def _note_broken(self, index: int) -> None:
+        self.broken[index] = self.samples[index].id
+        if len(self.broken) > max(MAX_BROKEN * len(self.samples), 1):
+            raise UserError(
+                f"the target's states for {len(self.broken)} of {len(self.samples)} conversations are not finite (NaN "
+                f"or overflow), e.g. {self.samples[index].id!r}",
+                hint="use train.target_dtype=float32, or take those conversations out",
+            )
+
+
+MAX_BROKEN = 0.01  # of all conversations
 
 
 def _groups(lengths: Sequence[int], room: int) -> dict[int, list[int]]:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,13 +89,29 @@ def train(config: Config, decode: DecodeFn | None) -> Outcome:
         project_dir=str(config.run_dir), gradient_accumulation_steps=1,
     )  # fmt: skip
     _check_launch(accelerator)
-    world, rank = accelerator.num_processes, accelerator.process_index
-    threads = use_threads(config.train.threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    world = accelerator.num_processes
     found = checkpoint.latest(config.run_dir)
     if found:
         checkpoint.check_settings(found, checkpoint.must_match(config), world)
     progress = checkpoint.progress_of(found) if found else Progress()
     torch.manual_seed(config.seed)
+    stop = Stop()
+    try:
+        return _train(config, decode, accelerator, found, progress, stop)
+    finally:
+        stop.restore()
+
+
+def _train(
+    config: Config,
+    decode: DecodeFn | None,
+    accelerator: Accelerator,
+    found: Path | None,
+    progress: Progress,
+    stop: Stop,
+) -> Outcome:
+    world, rank = accelerator.num_processes, accelerator.process_index
+    threads = use_threads(config.train.threads, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     materials = build(config, accelerator.device)
     prompts = eval_prompts(materials, config)
     optimizer = make_optimizer(materials.head.named_parameters(), config.train)
@@ -108,7 +125,7 @@ def train(config: Config, decode: DecodeFn | None) -> Outcome:
     if accelerator.is_main_process:
         (config.run_dir / "config.yaml").write_text(dump_yaml(config))
         (config.run_dir / "eval_prompts.json").write_text(json.dumps(prompts) + "\n")
-    stop, schedule, last = Stop(), run.schedule, {}
+    schedule, last = run.schedule, {}
     with recorder.bar:
         stopped = ""  # what all processes agreed on; a signal that comes later is for the next step
         while not progress.finished and not stopped:
@@ -119,14 +136,13 @@ def train(config: Config, decode: DecodeFn | None) -> Outcome:
             progress = replace(progress, step=progress.step + 1, seconds=seconds)
             out_of_time = 0 < config.train.max_seconds <= progress.seconds
             progress = replace(progress, finished=progress.step >= config.train.steps or out_of_time)
-            recorder.bar.update(recorder.task, completed=progress.step)
+            recorder.progress(progress.step, progress.seconds)
             due = config.eval.every and progress.step % config.eval.every == 0
             if progress.finished or due:
                 last = run.evaluate(progress, decode)
             if progress.finished or stopped or progress.step % config.train.save_every == 0:
                 found = run.save(progress)
     recorder.close()
-    stop.restore()
     return Outcome(progress, last, found, "" if progress.finished else stopped)
 
 
@@ -153,6 +169,7 @@ class _Run:
         self.taught_rows = [_taught_rows(s) for s in materials.train]
         self.totals, self.window_seconds, self.window_tokens = DepthTotals(), 0.0, 0
         self.losses: list[float] = []
+        self.said_broken = 0
         self.window_steps, self.feature_seconds = 0, 0.0
 
     def step(self, progress: Progress, window: list[list[tuple[int, ...]]], rank: int) -> None:
@@ -214,6 +231,7 @@ class _Run:
             "tokens_per_second": speed,
             "feature_share": self.feature_seconds / self.window_seconds,
             "kept_gb": self.source.kept_bytes / 1e9,
+            "broken": len(self.source.broken),
             "memory_gb": peak_memory_gb(self.accelerator.device),
         }
         self.recorder.write(step, "train", record)
@@ -222,6 +240,12 @@ class _Run:
             left = min(left, self.config.train.max_seconds - progress.seconds)
         right = figures.get("accuracy")
         accuracy = " ".join(f"{a:.2f}" for a in right) if isinstance(right, list) else ""
+        if len(self.source.broken) > self.said_broken:
+            self.said_broken = len(self.source.broken)
+            names = ", ".join(list(self.source.broken.values())[:8])
+            self.recorder.say(
+                f"not trained on, their states are not finite: {self.said_broken} conversations ({names})"
+            )
         self.recorder.say(
             f"step {step}/{self.config.train.steps}  loss {loss:.3f}  accuracy {accuracy}  estimated length "
             f"{figures.get('estimated_length_greedy', 1.0):.2f}  lr {rate:.1e}  {speed:.0f} tok/s  "

@@ -43,7 +43,13 @@ class Recorder:
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
             TimeRemainingColumn(), console=self.console, disable=not (self.main and sys.stderr.isatty()),
         )  # fmt: skip
-        self.task = self.bar.add_task("train", total=config.train.steps, completed=resumed_at)
+        # Under a time limit the bar runs by the clock: the number of steps is then only an upper bound.
+        self.seconds = config.train.max_seconds
+        self.task = self.bar.add_task("train", total=self.seconds or config.train.steps, completed=0)
+
+    def progress(self, step: int, seconds: float) -> None:
+        """Move the bar."""
+        self.bar.update(self.task, completed=min(round(seconds), self.seconds) if self.seconds else step)
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """Append one record {"step", "kind", …} and hand its numbers to the trackers."""

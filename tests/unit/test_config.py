@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from eagle_train.config.help import help_text, leaves
 from eagle_train.config.loader import (
     ALIASES,
     dump_yaml,
-    json_schema,
     list_recipes,
     load_config,
     parse_options,
@@ -294,16 +292,6 @@ def test_settings_are_frozen_and_closed() -> None:
         config.train.steps = 3
     with pytest.raises(ValidationError, match="Extra inputs"):
         Config.model_validate({"recipe": "eagle3", "train": {"stesp": 3}})
-
-
-def test_json_schema_knows_keys_ranges_and_docs() -> None:
-    schema = json.loads(json.dumps(json_schema()))
-    steps = schema["$defs"]["TrainConfig"]["properties"]["steps"]
-    assert (steps["minimum"], steps["type"]) == (1, "integer")
-    assert "optimizer steps" in steps["description"]
-    assert schema["additionalProperties"] is False
-    assert "recipe" in schema["properties"]
-    assert "recipe" not in schema["required"]
 
 
 class ExportOptions(BaseModel):

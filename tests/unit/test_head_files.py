@@ -18,6 +18,7 @@ from eagle_train.draft.eagle3 import Eagle3Head
 from eagle_train.draft.layers import HeadConfig
 from eagle_train.draft.vocab import DraftVocab
 from eagle_train.errors import UserError
+from eagle_train.formats.card import cannot_serve, model_card
 from tests.parity.tiny import randomise
 
 CONFIG = HeadConfig(
@@ -258,3 +259,24 @@ def test_query_norms_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="q/k norms"):
         write_head(tmp_path / "head", make(replace(CONFIG, qk_norm=True)))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_engines_that_cannot_serve_are_named() -> None:
+    assert cannot_serve(make()) == {}
+    found = cannot_serve(make(replace(CONFIG, layer_ids=(1, 2, 3), fc_norm=True)))
+    assert (
+        "begin with 1" in found["SGLang"] and "fc_norm" in found["SGLang"] and "fc_norm" in found["vLLM before 2026-06"]
+    )
+    two = cannot_serve(make(replace(CONFIG, layer_ids=(2, 5))))
+    assert set(two) == {"vllm-ascend", "SGLang"} and all("three streams, this head 2" in why for why in two.values())
+
+
+@pytest.mark.parametrize("step", [200, 300])
+def test_the_card_says_which_weights_were_measured(step: int) -> None:
+    evaluation = {"step": 200, "accuracy": [0.5, 0.25]}
+    card = model_card(
+        make(), name="m", target="m", run=Path("r"), dtype=torch.float32, evaluation=evaluation, step=step,
+        folder=Path("f"),
+    )  # fmt: skip
+    assert ("At step 200; these are the weights of step 300" in card) == (step == 300)
+    assert "0.500, 0.250" in card
