@@ -22,7 +22,7 @@ from eagle_train.config.schema import Config
 from eagle_train.data.prompts import load_prompts, render
 from eagle_train.device.choice import choose
 from eagle_train.draft.checkpoint import read_head
-from eagle_train.draft.eagle3 import Eagle3Head
+from eagle_train.draft.head import DraftHead
 from eagle_train.errors import UserError
 from eagle_train.formats.export import export_head
 from eagle_train.options import BenchOptions, ExportOptions, GenerateOptions
@@ -36,7 +36,7 @@ from eagle_train.train.setup import stop_ids
 
 
 def decode_for_training(
-    target: Target, head: Eagle3Head, prompts: Sequence[list[int]], k: int, max_new_tokens: int
+    target: Target, head: DraftHead, prompts: Sequence[list[int]], k: int, max_new_tokens: int
 ) -> Decoded:
     """The loop as an evaluation needs it: greedy, with each text continued so that it can be walked."""
     params = SamplingParams(max_new_tokens=max_new_tokens, stop_ids=stop_ids(target))
@@ -105,7 +105,7 @@ def _special_ids(path: str) -> dict[str, object]:
     return {n: getattr(config, n) for n in names if getattr(config, n, None) is not None}
 
 
-def load_pair(head: str, target: str, dtype: str, device: str) -> tuple[Target, Eagle3Head]:
+def load_pair(head: str, target: str, dtype: str, device: str) -> tuple[Target, DraftHead]:
     """A head from disk and the target it belongs to, both in `dtype`, on `device`."""
     kind, place = getattr(torch, dtype), choose(device)
     loaded = read_head(head)

@@ -19,6 +19,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,8 +86,13 @@ def _scene(case: dict[str, Any], dtype: Any) -> tuple[Any, Any, Any]:
     )  # fmt: skip
     ids = torch.arange(vocab) * (TARGET_VOCAB // vocab)
     head = Eagle3Head(config, DraftVocab.of(ids.tolist(), TARGET_VOCAB))
-    head.attach_embedding(torch.randn(TARGET_VOCAB, width).to(dtype))
+    table = torch.randn(TARGET_VOCAB, width).to(dtype)
     rows = (torch.randn(TARGET_VOCAB, width) * 0.1).to(dtype)
+    before: Any = head
+    if hasattr(head, "attach"):
+        head.attach(SimpleNamespace(embedding=table, head_weight=rows))
+    else:  # a version from before there was a second kind of head
+        before.attach_embedding(table)
     teacher = Teacher(lambda last: last @ rows.mT, ids, rows[ids])
     positions, document, bounds = layout([n // case["documents"]] * case["documents"])
     share = case.get("trained", 1.0)

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle_train.algorithms.eagle3 import DepthResult, unroll
+from eagle_train.algorithms.interface import DepthResult
+from eagle_train.algorithms.unroll import unroll
 from eagle_train.data.pack import Pack, answer_runs
-from eagle_train.draft.eagle3 import Eagle3Head
+from eagle_train.draft.head import DraftHead
 from eagle_train.targets.hf import Target
 
 
 class DepthTotals:
-    """Sums over packs of what `Eagle3.results` gives; `figures()` turns them into means."""
+    """Sums over packs of what `Algorithm.results` gives; `figures()` turns them into means."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
@@ -102,7 +103,7 @@ def walk(right: Tensor, prompt_length: int, end: int) -> Walked:
 
 
 @torch.no_grad()
-def walked_acceptance(head: Eagle3Head, target: Target, texts: Sequence[tuple[list[int], int, int]], k: int) -> Walked:
+def walked_acceptance(head: DraftHead, target: Target, texts: Sequence[tuple[list[int], int, int]], k: int) -> Walked:
     """Walk every text (ids, prompt length, end of the answer) with chains of `k`; the counts are added up.
 
     The ids run on for `k` greedy tokens after the answer's end, because an engine's last draft is counted whole.

@@ -1,4 +1,13 @@
-"""Attention of the unroll: stock fused kernels over the depth-0 keys, deeper keys merged in by log-sum-exp.
+"""The unroll of a head over a pack, and its attention: what all algorithms share.
+
+    row i, depth k      input                                     position   predicts    teacher
+    k = 0               emb(x_{i+1}),   project(states_i)          i          x_{i+2}     head(last_{i+1})
+    k                   emb(x_{i+1+k}), row i's state of k-1       i+k        x_{i+2+k}   head(last_{i+1+k})
+
+states_i is what the head reads of the target at position i (EAGLE-3: its streams; EAGLE-1: its last state). This is
+what the engines run: after a verification the draft is run over the accepted tokens with the target's true states
+(depth 0), then rolls out on its own. A (row, depth) is trained iff x_{i+1} … x_{i+2+k} all belong to one answer span:
+exactly the rows an engine visits, because it drafts only after the target has emitted an answer token.
 
 A trained row i at depth k sees the depth-0 keys of rows ≤ i of its own document, and its own keys of depths 1 … k.
 Nothing else. Trained rows lie in spans [a, b) of neighbours; a span of the document that starts at s is
@@ -10,20 +19,65 @@ Nothing else. Trained rows lie in spans [a, b) of neighbours; a span of the docu
 and the parts are joined as softmax joins them: each weighs exp(its log-sum-exp − the joint one). The backward calls the
 same kernels with the joint output and log-sum-exp. No T × kT mask is ever built, and memory is linear in T.
 
-N rows of the pack, R trained rows, Q query heads, G key/value heads, D head size. `algorithms/reference.py` is the same
-with masks, which this is tested against.
+N rows of the pack, R trained rows, H width, Q query heads, G key/value heads, D head size. `tests/parity/reference.py`
+is the same with masks, which this is tested against.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eagle_train.data.pack import Pack
 from eagle_train.device.attention import attention, attention_backward
+from eagle_train.device.shapes import rounded
+from eagle_train.draft.head import DraftHead
+
+
+@dataclass(frozen=True)
+class DepthRows:
+    """One depth of the unroll: `rows` [R] places in the pack, `hidden` [R, H] what `step` gave for them."""
+
+    depth: int
+    rows: Tensor
+    hidden: Tensor
+
+
+def unroll(
+    head: DraftHead, pack: Pack, depths: int, runs: Tensor, *, states: Tensor | None = None, detach: bool = False
+) -> Iterator[DepthRows]:
+    """Run `head` over `pack`, yielding depth 0 … depths−1 with the rows that are trained at each.
+
+    `runs` [N]: as `Pack.runs` gives them; `states` [N, S]: taken instead of what the head reads of the pack (noise);
+    `detach`: no gradient passes from a depth into the state that it was fed. Every depth computes the rows that depth 0
+    trains; those whose reach ends earlier (the last k of a span) are computed for their shape and not yielded. Row
+    counts are rounded up with rows that nothing sees.
+    """
+    taught = (runs >= 2).nonzero()[:, 0]
+    if not len(taught):
+        return
+    states = head.reads(pack) if states is None else states
+    n = pack.ids.shape[0]
+    filled = torch.arange(rounded(n), device=pack.ids.device)
+    here, ahead = filled.clamp(max=n - 1), (filled + 1).clamp(max=n - 1)
+    chosen = torch.cat([taught, taught[-1:].expand(rounded(len(taught)) - len(taught))])
+    memory = UnrollMemory(spans_of(taught.tolist(), pack.bounds), pack.bounds, head.config.num_layers)
+    # Row i looks at token i+1; a document's last row has none: it is computed for its shape and never trained or seen.
+    state = head.project(states[here])
+    hidden = head.step(head.embed(pack.ids[ahead]), state, pack.positions[here], memory.attend, chosen)
+    for k in range(depths):
+        if k:
+            emb, state = head.embed(pack.ids[(chosen + 1 + k).clamp(max=n - 1)]), head.feedback(hidden)
+            state = state.detach() if detach else state
+            hidden = head.step(emb, state, pack.positions[chosen] + k, memory.attend)
+        reach = (runs[taught] >= k + 2).nonzero()[:, 0]
+        if not len(reach):
+            return
+        yield DepthRows(k, taught[reach], hidden[reach])
 
 
 @dataclass(frozen=True)

@@ -309,7 +309,9 @@ def _check_algorithm(path: Path, recipe: Mapping[str, _Given], words: Mapping[st
     name, other = recipe.get("algorithm.name"), words.get("algorithm.name")
     if name is None:
         return [f"{path}: a recipe must set algorithm.name; add `algorithm: {{name: eagle3}}`"]
-    if other is not None and _plain(other.node) != _plain(name.node):
+    # A file of the user's may take the place of a recipe's algorithm; a built-in one has a recipe of its own.
+    own = other is not None and ".py:" in str(_plain(other.node))
+    if other is not None and not own and _plain(other.node) != _plain(name.node):
         return [f"{other}: the recipe sets algorithm.name, here to {_plain(name.node)}; choose another recipe instead"]
     return []
 

@@ -6,9 +6,11 @@ The docstrings are the help: `eagle_train.config.help` prints them. Frozen: a ru
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from eagle_train.config.applies import ALGORITHMS, misfits
 
 SETTINGS = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -46,7 +48,8 @@ class DraftConfig(BaseModel):
     layers: int = Field(default=1, ge=1)
     """Decoder layers of the head."""
     vocab_size: int = Field(default=8192, ge=0)
-    """Draft vocabulary, in tokens, the most frequent of the training text; 0 = the full target vocabulary."""
+    """Draft vocabulary, in tokens, the most frequent of the training text; 0 = the full target vocabulary (which is
+    what EAGLE-1 heads need)."""
     layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     """Target streams the head reads: states after this many layers, ascending; null = [2, n//2, n-3] of n layers."""
     intermediate_size: int = Field(default=0, ge=0)
@@ -59,6 +62,8 @@ class DraftConfig(BaseModel):
     """Normalise each target stream before `fc` joins them."""
     norm_output: bool = False
     """Feed the normalised output, instead of the raw one, to the next depth."""
+    fc_bias: bool = False
+    """EAGLE-1 heads only: a bias in `fc`, as the released heads have; such a head cannot be exported for vLLM."""
 
     @field_validator("layer_ids")
     @classmethod
@@ -69,6 +74,7 @@ class DraftConfig(BaseModel):
 
 
 LOSSES = ("kl", "ce", "top_k", "tv", "lk", "lk_hybrid")
+SMOOTH_L1 = "smooth_l1"  # the one loss on states instead of logits
 
 
 def loss_terms(text: str) -> tuple[tuple[str, float], ...]:
@@ -81,8 +87,8 @@ def loss_terms(text: str) -> tuple[tuple[str, float], ...]:
     for part in text.split("+"):
         weight, _, name = part.strip().rpartition("*")
         name = name.strip()
-        if name not in LOSSES or name in terms:
-            known = ", ".join(LOSSES)
+        if name not in (*LOSSES, SMOOTH_L1) or name in terms:
+            known = ", ".join((*LOSSES, SMOOTH_L1))
             raise ValueError(f"{part.strip()!r} is not a loss, or is named twice; one of {known}, e.g. kl + 0.5*tv")
         try:
             terms[name] = float(weight) if weight else 1.0
@@ -90,6 +96,8 @@ def loss_terms(text: str) -> tuple[tuple[str, float], ...]:
             raise ValueError(f"{weight!r} is not a number; write e.g. 0.5*{name}") from None
         if not 0 < terms[name] < float("inf"):
             raise ValueError(f"the weight of {name} is {weight}; it must be above 0")
+    if terms.keys() == {SMOOTH_L1}:
+        raise ValueError(f"{SMOOTH_L1} needs a loss on the logits beside it, e.g. {SMOOTH_L1} + 0.1*kl")
     return tuple(terms.items())
 
 
@@ -98,20 +106,34 @@ class AlgorithmConfig(BaseModel):
 
     model_config = SETTINGS
 
-    name: Literal["eagle3"] = "eagle3"
-    """The algorithm; set by the recipe."""
+    name: Text = "eagle3"
+    """The algorithm: eagle, hass or eagle3, set by the recipe; or path/to/file.py:Class for one of your own."""
     depths: int = Field(default=7, ge=1, le=15)
-    """Draft depths unrolled in training, in draft tokens."""
+    """Draft depths unrolled in training, in draft tokens; 1 for eagle."""
     depth_decay: float = Field(default=0.8, gt=0, le=1)
     """Weight of depth k in the loss is depth_decay to the power k."""
     depth_weights: list[Annotated[float, Field(ge=0)]] | None = None
     """Weight of each depth in the loss, one number per depth; null = by depth_decay."""
     loss: Text = "kl"
-    """Loss of a row: kl, ce, top_k, tv, lk or lk_hybrid, or a weighted sum, e.g. `kl + 0.5*tv`."""
+    """Loss of a row: kl, ce, top_k, tv, lk or lk_hybrid, or a weighted sum, e.g. `kl + 0.5*tv`; with an EAGLE-1 head
+    also smooth_l1, on its state, e.g. `smooth_l1 + 0.1*kl`."""
     top_k: int = Field(default=10, ge=1)
     """For the loss top_k: how many of the target's likeliest tokens it looks at, in tokens."""
     mean: Literal["conversation", "token"] = "conversation"
     """What weighs the same in the loss: each conversation, or each trained token."""
+    noise: float = Field(default=0.0, ge=0)
+    """For eagle and hass: half-width of the uniform noise on the target states the head reads, in their own units."""
+    noise_length: int = Field(default=0, ge=0)
+    """With noise: its half-width holds for a conversation of this length, in tokens, and is scaled by length over it;
+    0 = the same for all."""
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        path, _, attribute = name.rpartition(":")
+        if name not in ALGORITHMS and not (path.endswith(".py") and attribute.isidentifier()):
+            raise ValueError(f"unknown algorithm; there are: {', '.join(ALGORITHMS)}; or give path/to/file.py:Class")
+        return name
 
     @field_validator("loss")
     @classmethod
@@ -124,6 +146,12 @@ class AlgorithmConfig(BaseModel):
         given = self.depth_weights
         if given is not None and (len(given) != self.depths or not any(given)):
             raise ValueError(f"depth_weights has {len(given)} numbers for {self.depths} depths; not all may be 0")
+        return self
+
+    @model_validator(mode="after")
+    def _noise_to_scale(self) -> AlgorithmConfig:
+        if self.noise_length and not self.noise:
+            raise ValueError("noise_length scales algorithm.noise, which is 0")
         return self
 
     @property
@@ -247,6 +275,22 @@ class Config(BaseModel):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     track: TrackConfig = TrackConfig()
+
+    @model_validator(mode="after")
+    def _all_applies(self) -> Config:
+        wrong = misfits(self.flat(), self.algorithm.name)
+        if self.algorithm.name == "eagle3" and SMOOTH_L1 in dict(loss_terms(self.algorithm.loss)):
+            wrong.append(f"algorithm.loss: {SMOOTH_L1} compares states, which an EAGLE-3 head does not predict")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return self
+
+    def flat(self) -> dict[str, Any]:
+        """Dotted key → value."""
+        out: dict[str, Any] = {}
+        for key, value in self:
+            out |= {f"{key}.{k}": v for k, v in value} if isinstance(value, BaseModel) else {key: value}
+        return out
 
     @property
     def run_dir(self) -> Path:

@@ -17,7 +17,8 @@ class Pack:
     (m_j: the assistant wrote token j); bounds: each document's [start, end); streams [N, A·H] and last [N, H] in the
     target's dtype; top [N] int64: the target's argmax at each position, −1 where it lies outside the draft vocabulary;
     lse [N]: log Σ exp of the target's logits over its whole vocabulary, at least float32 (both are read only where a
-    teacher stands, see `runs`).
+    teacher stands, see `runs`). draws: per document the name of its dice (seed, epoch and conversation: the same name
+    gives the same noise wherever and whenever it is packed); empty where nothing random may happen (evaluation).
     """
 
     ids: Tensor
@@ -29,6 +30,7 @@ class Pack:
     last: Tensor
     top: Tensor
     lse: Tensor
+    draws: tuple[str, ...] = ()
 
     def runs(self) -> Tensor:
         """[N]: how many tokens of one answer span follow row i directly.

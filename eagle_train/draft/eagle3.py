@@ -7,10 +7,13 @@ Source: EAGLE-3 (arXiv 2503.01840) and the class that serves it in vLLM (`LlamaF
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eagle_train.draft.head import States, Tables
 from eagle_train.draft.layers import Attend, FirstLayer, HeadConfig, PlainLayer, RMSNorm, Rotary
 from eagle_train.draft.vocab import DraftVocab
 
@@ -18,8 +21,12 @@ from eagle_train.draft.vocab import DraftVocab
 class Eagle3Head(nn.Module):
     """Tensors named as vLLM's plain form names them (CHECKPOINTS: `midlayer.*`, `fc`, `norm`, `lm_head`, `d2t`, `t2d`).
 
-    The embedding belongs to the target: `embed` is set by `attach_embedding` and is neither trained nor saved.
+    The embedding belongs to the target: `attach` borrows it; it is neither trained nor saved. `DraftHead` says what
+    each method is for.
     """
+
+    method: ClassVar[str] = "eagle3"
+    owns_lm_head: ClassVar[bool] = True
 
     d2t: Tensor
     t2d: Tensor
@@ -47,22 +54,38 @@ class Eagle3Head(nn.Module):
         """The map between draft ids and target ids."""
         return DraftVocab(self.d2t.cpu(), self.t2d.cpu())
 
-    def attach_embedding(self, table: Tensor) -> None:
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the head's own tensors."""
+        return self.fc.weight.dtype
+
+    @property
+    def output_weight(self) -> Tensor:
+        """lm_head's weight [Vd, H]."""
+        return self.lm_head.weight
+
+    def attach(self, target: Tables) -> None:
         """Use the target's raw embedding table [V, H] (shared, frozen).
 
         Raises:
             AssertionError: a table of another vocabulary or width.
         """
+        table = target.embedding
         assert table.shape == (self.config.vocab_size, self.config.hidden_size), (table.shape, self.config)
         self._embedding = table.detach()
 
+    def reads(self, states: States) -> Tensor:
+        """The streams [N, A·Ht]."""
+        return states.streams
+
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [N] → [N, H], in the head's dtype."""
-        assert self._embedding is not None, "attach_embedding was not called"
-        return F.embedding(ids, self._embedding).to(self.fc.weight.dtype)
+        assert self._embedding is not None, "attach was not called"
+        return F.embedding(ids, self._embedding).to(self.dtype)
 
-    def project(self, streams: Tensor) -> Tensor:
+    def project(self, states: Tensor) -> Tensor:
         """The target's streams [N, A·Ht] → depth-0 states [N, H]."""
+        streams = states.to(self.dtype)
         if self.config.fc_norm:
             parts = streams.split(self.config.target_hidden_size, dim=-1)
             streams = torch.cat([n(p) for n, p in zip(self.fc_norm, parts, strict=True)], dim=-1)
@@ -84,6 +107,10 @@ class Eagle3Head(nn.Module):
     def feedback(self, hidden: Tensor) -> Tensor:
         """What a row's next depth takes as its state [N, H]: `hidden` itself, or its norm with `norm_output`."""
         return self.norm(hidden) if self.config.norm_output else hidden
+
+    def output(self, hidden: Tensor) -> Tensor:
+        """`step`'s output [N, H] → its norm [N, H]."""
+        return self.norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`step`'s output [N, H] → logits [N, Vd] on the draft vocabulary."""

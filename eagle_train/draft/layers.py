@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,34 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
+class LayerShape(Protocol):
+    """What the layers ask of a head's configuration, `HeadConfig` or another kind's."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def rope(self) -> dict[str, Any]: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class HeadConfig:
-    """Everything that fixes a head's tensors and its arithmetic.
+    """Everything that fixes an EAGLE-3 head's tensors and its arithmetic.
 
     Widths in elements; `layer_ids` in this project's numbering (id k = the residual stream after k decoder layers);
     `rope` and `max_position_embeddings` are the target's, as `transformers` writes them (`rope_parameters`).
@@ -48,16 +73,6 @@ class HeadConfig:
     norm_before_residual: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-
-    def llama(self) -> LlamaConfig:
-        """The same shape as a `LlamaConfig`, for `transformers`' rotary embedding."""
-        return LlamaConfig(
-            hidden_size=self.hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_position_embeddings,
-            rope_parameters=dict(self.rope),
-        )
 
 
 class RMSNorm(nn.Module):
@@ -101,9 +116,15 @@ class _Normed(torch.autograd.Function):
 class Rotary(nn.Module):
     """Cosines and sines by `transformers`, so that every rope scaling a target may have is the target's own."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: LayerShape) -> None:
         super().__init__()
-        self.llama = config.llama()
+        self.llama = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope),
+        )
         self.inner = LlamaRotaryEmbedding(self.llama)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
@@ -127,7 +148,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Projections around the attention that the caller brings."""
 
-    def __init__(self, config: HeadConfig, index: int, input_size: int) -> None:
+    def __init__(self, config: LayerShape, index: int, input_size: int) -> None:
         super().__init__()
         self.index, self.head_dim = index, config.head_dim
         queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -151,7 +172,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: LayerShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -184,11 +205,11 @@ class FirstLayer(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """A further layer: an ordinary pre-norm Llama layer."""
+    """An ordinary pre-norm Llama layer; without `input_norm` its attention reads the residual as it is."""
 
-    def __init__(self, config: HeadConfig, index: int) -> None:
+    def __init__(self, config: LayerShape, index: int, *, input_norm: bool = True) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
         self.self_attn = Attention(config, index, config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)

@@ -8,28 +8,32 @@ from typing import Any
 
 import torch
 
-from eagle_train.draft.eagle3 import Eagle3Head
+from eagle_train.draft.forms import architecture
+from eagle_train.draft.head import DraftHead
+from eagle_train.draft.layers import HeadConfig
 
 
-def serve_lines(target: str, folder: Path, k: int = 3) -> dict[str, str]:
-    """Ready lines per engine; each names the method, without which vLLM may guess wrongly from the path."""
+def serve_lines(target: str, folder: Path, method: str, k: int = 3) -> dict[str, str]:
+    """Ready lines per engine; each names the method, `eagle3` or `eagle`: vLLM may guess wrongly from the path."""
     place = str(folder.resolve())
-    spec = json.dumps({"model": place, "method": "eagle3", "num_speculative_tokens": k})
+    spec = json.dumps({"model": place, "method": method, "num_speculative_tokens": k})
     return {
         "vLLM": f"vllm serve {target} --speculative-config '{spec}'",
         "vllm-ascend": f"vllm serve {target} --speculative-config '{spec}'",
         "SGLang": (
-            f"python -m sglang.launch_server --model {target} --speculative-algorithm EAGLE3 "
+            f"python -m sglang.launch_server --model {target} --speculative-algorithm {method.upper()} "
             f"--speculative-draft-model-path {place} --speculative-num-steps {k} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {k + 1}"
         ),
     }
 
 
-def cannot_serve(head: Eagle3Head) -> dict[str, str]:
+def cannot_serve(head: DraftHead) -> dict[str, str]:
     """Engines that cannot serve this head, or not in every version, each with the reason (docs/checkpoints.md)."""
     config = head.config
     out: dict[str, list[str]] = {}
+    if not isinstance(config, HeadConfig):
+        return {}
     if len(config.layer_ids) != 3:
         for engine in ("vllm-ascend", "SGLang"):
             out.setdefault(engine, []).append(f"it reads exactly three streams, this head {len(config.layer_ids)}")
@@ -45,7 +49,7 @@ def cannot_serve(head: Eagle3Head) -> dict[str, str]:
 
 
 def model_card(
-    head: Eagle3Head,
+    head: DraftHead,
     *,
     name: str,
     target: str,
@@ -58,13 +62,15 @@ def model_card(
     """README.md of the exported folder; `step`: that of the checkpoint it was made from."""
     config = head.config
     parameters = sum(p.numel() for p in head.parameters()) / 1e6
+    title = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1"}[head.method]
+    reads = f"streams after layers {list(config.layer_ids)}" if config.layer_ids else "its last state, after the norm"
     lines = [
-        f"# EAGLE-3 head for {name}",
+        f"# {title} head for {name}",
         "",
-        f"- target: `{name}`, streams after layers {list(config.layer_ids)}",
+        f"- target: `{name}`, {reads}",
         f"- {parameters:.1f} M parameters, {config.num_layers} layer(s), draft vocabulary {config.draft_vocab_size} of "
         f"{config.vocab_size}, {str(dtype).removeprefix('torch.')}",
-        f"- form: vLLM's plain `LlamaForCausalLMEagle3`; trained by eagle-train, run `{run.name}` "
+        f"- form: vLLM's plain `{architecture(head)}`; trained by eagle-train, run `{run.name}` "
         "(its config.yaml has every setting and the data)",
         "",
         "## Measured at the last evaluation in training",
@@ -80,7 +86,7 @@ def model_card(
             ]
         lines += _figures(evaluation)
     lines += ["", "## Serve", ""]
-    for engine, line in serve_lines(target, folder).items():
+    for engine, line in serve_lines(target, folder, head.method).items():
         lines += [f"{engine}:", "", "```bash", line, "```", ""]
     lines.append("vllm-ascend and SGLang: the form follows their rules; not run here.")
     lines += [f"Cannot serve this head: {engine}, {reason}." for engine, reason in cannot_serve(head).items()]

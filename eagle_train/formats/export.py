@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from eagle_train.draft.checkpoint import read_head, write_head
-from eagle_train.draft.eagle3 import Eagle3Head
+from eagle_train.draft.eagle import EagleHead
+from eagle_train.draft.head import DraftHead
 from eagle_train.errors import UserError
 from eagle_train.formats.card import cannot_serve, last_evaluation, model_card, serve_lines
 
@@ -46,6 +47,12 @@ def export_head(
     if out.exists():
         raise UserError(f"{out} exists; nothing was written.", hint="give another folder with out=…, or move it away")
     head = read_head(checkpoint / "head").to(dtype)
+    if isinstance(head, EagleHead) and head.config.fc_bias:
+        raise UserError(
+            f"{checkpoint / 'head'} has a bias in `fc` (draft.fc_bias), which vLLM would drop without a word; it is "
+            "not exported",
+            hint="train with draft.fc_bias=false; `eagle-train bench head=…` takes the checkpoint's own folder",
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     tmp = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     try:
@@ -63,8 +70,11 @@ def export_head(
         folder=out,
         tensors=len(json.loads(_header(out / "model.safetensors"))) - 1,
         max_difference=difference,
-        warnings=(*path_warnings(out), *(f"{e} cannot serve it: {why}" for e, why in cannot_serve(head).items())),
-        serve=serve_lines(target, out)["vLLM"],
+        warnings=(
+            *(path_warnings(out) if head.method == "eagle3" else ()),
+            *(f"{engine} cannot serve it: {why}" for engine, why in cannot_serve(head).items()),
+        ),
+        serve=serve_lines(target, out, head.method)["vLLM"],
     )
 
 
@@ -73,17 +83,27 @@ def _header(path: Path) -> bytes:
         return f.read(int.from_bytes(f.read(8), "little"))
 
 
+@dataclass(frozen=True)
+class _Probe:
+    """Made-up states of a target, as `States` has them."""
+
+    streams: torch.Tensor
+    last: torch.Tensor
+
+
 @torch.no_grad()
-def compare(one: Eagle3Head, other: Eagle3Head, rows: int = 16) -> float:
+def compare(one: DraftHead, other: DraftHead, rows: int = 16) -> float:
     """Largest |Δ logit| over two depths on seeded random inputs.
+
+    For a head that ends in its target's lm_head: of what that reads, which gives equal logits where it is equal.
 
     Raises:
         UserError: they differ at all: the same tensors in the same dtype give the same bits.
     """
-    config, generator = one.config, torch.Generator().manual_seed(0)
-    kind = one.fc.weight.dtype
-    width = config.target_hidden_size * len(config.layer_ids)
-    streams = torch.randn(rows, width, generator=generator).to(kind)
+    config, generator, kind = one.config, torch.Generator().manual_seed(0), one.dtype
+    width = config.target_hidden_size
+    streams = torch.randn(rows, width * len(config.layer_ids), generator=generator).to(kind)
+    probe = _Probe(streams, torch.randn(rows, width, generator=generator).to(kind))
     emb = torch.randn(rows, config.hidden_size, generator=generator).to(kind)
     positions = torch.arange(rows)
 
@@ -94,10 +114,10 @@ def compare(one: Eagle3Head, other: Eagle3Head, rows: int = 16) -> float:
         return v * torch.sigmoid((q * k).sum(-1, keepdim=True))
 
     worst = 0.0
-    states = [head.project(streams) for head in (one, other)]
+    states = [head.project(head.reads(probe)) for head in (one, other)]
     for _ in range(2):
         hidden = [h.step(emb, s, positions, alone) for h, s in zip((one, other), states, strict=True)]
-        a, b = one.logits(hidden[0]), other.logits(hidden[1])
+        a, b = (h.logits(x) if h.owns_lm_head else h.output(x) for h, x in zip((one, other), hidden, strict=True))
         if not bool(a.isfinite().all()):
             raise UserError("the head's logits are not finite on a probe; the export was not kept")
         worst = max(worst, float((a - b).nan_to_num(float("inf")).abs().max()))

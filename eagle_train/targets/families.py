@@ -55,12 +55,12 @@ def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 
 def check_layer_ids(ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """`ids` if they ascend and lie within 0…num_layers.
+    """`ids` if they ascend and lie within 0…num_layers; none at all means that no stream is captured.
 
     Raises:
         UserError: out of range, repeated or unsorted.
     """
-    if list(ids) != sorted(set(ids)) or not ids or ids[0] < 0 or ids[-1] > num_layers:
+    if list(ids) != sorted(set(ids)) or any(not 0 <= k <= num_layers for k in ids):
         raise UserError(
             f"draft.layer_ids={list(ids)} must ascend without repeats, each within 0…{num_layers} "
             f"(id k = the residual stream after k layers; 0 = embeddings, {num_layers} = before the final norm)"

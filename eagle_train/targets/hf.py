@@ -34,7 +34,7 @@ class Features:
 
 
 class Target:
-    """A loaded, frozen target. `layer_ids` in this project's numbering: id k = the stream after k layers."""
+    """A loaded, frozen target. `layer_ids` in this project's numbering: id k = the stream after k layers; () = none."""
 
     def __init__(self, model: Any, tokenizer: Any, layer_ids: Sequence[int] | None, path: str) -> None:
         self.model: Any = model.eval().requires_grad_(False)
@@ -145,7 +145,9 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
-        return torch.cat([caught[k] for k in self.layer_ids], dim=-1), out.last_hidden_state
+        last: Tensor = out.last_hidden_state
+        streams = [caught[k] for k in self.layer_ids] or [last[..., :0]]
+        return torch.cat(streams, dim=-1), last
 
     def _catch(self, k: int, caught: dict[int, Tensor]) -> Any:
         """A hook that stores stream k [1, T, H]: the output of layer k−1, or what enters the first one."""

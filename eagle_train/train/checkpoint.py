@@ -5,7 +5,8 @@
                                /state.json  step, seconds, processes, the settings that must match
     RUN/checkpoints/latest                  the name of the newest whole one
 
-Nothing random happens after initialisation and the data order is a function of the step, so no random state is kept.
+The data order is a function of the step, and the only chance after the first weights (an algorithm's noise) one of
+seed, epoch and conversation: so no random state is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from eagle_train.config.schema import Config
 from eagle_train.draft.checkpoint import read_head, write_head
-from eagle_train.draft.eagle3 import Eagle3Head
+from eagle_train.draft.head import DraftHead
 from eagle_train.errors import UserError
 from eagle_train.train.optimizer import Optimizers
 
@@ -65,7 +66,7 @@ def latest(run: Path) -> Path | None:
 
 def save(
     run: Path,
-    head: Eagle3Head,
+    head: DraftHead,
     optimizer: Optimizers,
     progress: Progress,
     settings: dict[str, Any],
@@ -141,7 +142,7 @@ def check_settings(folder: Path, settings: dict[str, Any], processes: int) -> No
         )
 
 
-def restore(folder: Path, head: Eagle3Head, optimizer: Optimizers) -> None:
+def restore(folder: Path, head: DraftHead, optimizer: Optimizers) -> None:
     """Load weights and optimizer state in place.
 
     Raises:
@@ -156,10 +157,5 @@ def restore(folder: Path, head: Eagle3Head, optimizer: Optimizers) -> None:
 
 def must_match(config: Config) -> dict[str, Any]:
     """The settings, flat, without those that change no trained number."""
-    flat: dict[str, Any] = {}
-    for key, value in config.model_dump(mode="json").items():
-        if isinstance(value, dict):
-            flat |= {f"{key}.{k}": v for k, v in value.items()}
-        else:
-            flat[key] = value
-    return {k: v for k, v in flat.items() if k not in FREE and k.split(".")[0] not in FREE_SECTIONS}
+    plain = json.loads(json.dumps(config.flat()))  # as a checkpoint gives them back: tuples become lists
+    return {k: v for k, v in plain.items() if k not in FREE and k.split(".")[0] not in FREE_SECTIONS}

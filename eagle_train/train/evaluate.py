@@ -11,7 +11,7 @@ import torch
 
 from eagle_train.algorithms.metrics import DepthTotals, walked_acceptance
 from eagle_train.config.schema import Config
-from eagle_train.draft.eagle3 import Eagle3Head
+from eagle_train.draft.head import DraftHead
 from eagle_train.errors import UserError
 from eagle_train.targets.hf import Target
 from eagle_train.train.features import FeatureSource
@@ -34,7 +34,7 @@ class Decoded:
 
 
 # (target, head, prompts, k, max_new_tokens) → Decoded. The loop lives above this room, so it is handed in.
-DecodeFn = Callable[[Target, Eagle3Head, Sequence[list[int]], int, int], Decoded]
+DecodeFn = Callable[[Target, DraftHead, Sequence[list[int]], int, int], Decoded]
 
 
 def eval_prompts(materials: Materials, config: Config) -> list[list[int]]:
@@ -71,7 +71,7 @@ def evaluate(materials: Materials, heldout: FeatureSource, config: Config, decod
     target, k = materials.eval_target, config.eval.k
     prompts = eval_prompts(materials, config)
     found = decode(target, exported, prompts, k, config.eval.max_new_tokens)
-    exported.attach_embedding(target.embedding)
+    exported.attach(target)
     walked = walked_acceptance(exported, target, found.texts, k)
     return record | {
         "acceptance_length": found.acceptance_length,

@@ -53,8 +53,8 @@ class FeatureSource:
         """Conversations for which there is no room: captured anew each time."""
         return len(self.samples) - len(self._groups)
 
-    def pack(self, indices: Sequence[int]) -> Pack:
-        """The conversations `indices`, in this order, as one pack on the target's device.
+    def pack(self, indices: Sequence[int], draws: Sequence[str] = ()) -> Pack:
+        """The conversations `indices`, in this order, as one pack on the target's device; `draws` as in `Pack`.
 
         One whose states are not finite (NaN or overflow) lies in it as zeros that train nothing, and is in `broken`.
 
@@ -76,6 +76,7 @@ class FeatureSource:
             last=torch.cat([p.last for p in parts]),
             top=torch.cat([p.top for p in parts]),
             lse=torch.cat([p.lse for p in parts]),
+            draws=tuple(draws),
         )
 
     def _features(self, index: int) -> _Kept:

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from eagle_train.algorithms.eagle3 import DepthResult, Eagle3
+from eagle_train.algorithms.interface import Algorithm, DepthResult
 from eagle_train.algorithms.metrics import DepthTotals
 from eagle_train.algorithms.teacher import Teacher
 from eagle_train.config.loader import dump_yaml
@@ -23,7 +23,7 @@ from eagle_train.data.pack import Pack, answer_runs
 from eagle_train.data.sampler import Schedule
 from eagle_train.data.types import Sample
 from eagle_train.device.choice import choose, peak_memory_gb, use_threads
-from eagle_train.draft.eagle3 import Eagle3Head
+from eagle_train.draft.head import DraftHead
 from eagle_train.errors import UserError
 from eagle_train.train import checkpoint
 from eagle_train.train.checkpoint import Progress
@@ -37,7 +37,7 @@ from eagle_train.train.setup import Materials, build
 class Taught(nn.Module):
     """The head inside its algorithm, so that whatever wraps modules (DDP, autocast) wraps the whole forward."""
 
-    def __init__(self, head: Eagle3Head, algorithm: Eagle3, teacher: Teacher) -> None:
+    def __init__(self, head: DraftHead, algorithm: Algorithm, teacher: Teacher) -> None:
         super().__init__()
         self.head, self.algorithm, self.teacher = head, algorithm, teacher
 
@@ -180,9 +180,11 @@ class _Run:
         divisor = max(sum(weigh(self.taught_rows[i]) for packs in window for pack in packs for i in pack), 1)
         log = progress.step == 0 or (progress.step + 1) % config.log_every == 0 or progress.step + 1 == config.steps
         loss = 0.0
-        for packs in window:
+        first = progress.step * self.packs_per_step
+        for number, packs in enumerate(window):
             waited = time.perf_counter()
-            pack = self.source.pack(packs[rank])
+            epoch = self.schedule.epoch_of(first + number * self.accelerator.num_processes + rank)
+            pack = self.source.pack(packs[rank], [f"{self.config.seed}/{epoch}/{i}" for i in packs[rank]])
             self.feature_seconds += time.perf_counter() - waited
             part, results = self.taught(pack, log)
             # DDP averages over processes; the loss is a sum over all of them.
@@ -303,9 +305,11 @@ def _announce(recorder: Recorder, config: Config, materials: Materials, progress
         for line in report.lines():
             recorder.say(f"{part}: {line}")
     parameters = sum(p.numel() for p in head.parameters()) / 1e6
+    ids = head.config.layer_ids
+    read = f"streams after layers {list(ids)}" if ids else "the target's last state"
     recorder.say(
-        f"head: {parameters:.1f} M parameters, streams after layers {list(head.config.layer_ids)}, draft vocabulary "
-        f"{head.config.draft_vocab_size} (covers {materials.coverage:.2%} of the answers)"
+        f"head: {parameters:.1f} M parameters, reads {read}, draft vocabulary {head.config.draft_vocab_size} "
+        f"(covers {materials.coverage:.2%} of the answers)"
     )
     if materials.fresh:
         recorder.say(f"head: could not be taken from the target, starts random: {', '.join(materials.fresh)}")

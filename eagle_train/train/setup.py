@@ -11,20 +11,20 @@ from pathlib import Path
 import torch
 
 from eagle_train import assets
-from eagle_train.algorithms.eagle3 import Eagle3
-from eagle_train.algorithms.losses import Loss
+from eagle_train.algorithms.choose import algorithm_class, source_hash
+from eagle_train.algorithms.interface import Algorithm
 from eagle_train.algorithms.teacher import Teacher
-from eagle_train.config.schema import Config, loss_terms
+from eagle_train.config.applies import head_misfits
+from eagle_train.config.schema import Config
 from eagle_train.data.conversations import bundled_path, data_path
 from eagle_train.data.prompts import render
 from eagle_train.data.tokenize import prepare
 from eagle_train.data.types import Report, Sample
-from eagle_train.draft.eagle3 import Eagle3Head
-from eagle_train.draft.initialise import initialise
-from eagle_train.draft.layers import HeadConfig
+from eagle_train.draft.head import DraftHead
 from eagle_train.draft.vocab import DraftVocab, count_draft_vocab, tokens_to_keep
 from eagle_train.errors import UserError
 from eagle_train.targets.hf import Target
+from eagle_train.train.heads import new_head
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Materials:
     train: list[Sample]
     heldout: list[Sample]
     reports: tuple[Report, Report]
-    head: Eagle3Head
+    head: DraftHead
     teacher: Teacher
-    algorithm: Eagle3
+    algorithm: Algorithm
     coverage: float
     fresh: list[str]
     identity: dict[str, str]
@@ -50,29 +50,27 @@ def build(config: Config, device: torch.device) -> Materials:
     Raises:
         UserError: anything the user gave that cannot be used.
     """
+    kind = algorithm_class(config.algorithm.name)
+    algorithm = _configured(kind, config)
     path = assets.resolve_target(config.target)
-    target = _load(config, path, config.train.target_dtype, device)
+    layer_ids = [] if kind.teaches == "eagle" else config.draft.layer_ids
+    target = _load(config, path, config.train.target_dtype, device, layer_ids)
     target.verify_head()
     if config.eval.dtype == config.train.target_dtype:
         eval_target = target
     else:
-        eval_target = _load(config, path, config.eval.dtype, device)
+        eval_target = _load(config, path, config.eval.dtype, device, layer_ids)
     limit = min(config.data.max_length, target.config.max_position_embeddings)
     train, train_report = _samples(config, target, "train", limit)
     heldout, heldout_report = _samples(config, target, "heldout", limit)
     vocab, coverage = _vocabulary(config, target, train)
-    head = Eagle3Head(head_config(config, target, vocab), vocab)
-    fresh = initialise(
-        head,
-        norm=target.norm.get_parameter("weight").float(),
-        lm_head=target.head_weight.float(),
-        last_layer=target.layers[-1].state_dict() if config.draft.init == "target" else None,
-        generator=torch.Generator().manual_seed(config.seed),
-    )
-    head.attach_embedding(target.embedding)
+    head, fresh = new_head(kind.teaches, config, target, vocab)
+    head.attach(target)
     head.to(device)
     ids = vocab.ids.to(device)
-    teacher = Teacher(target.head, ids, target.head_weight[ids])
+    teacher = Teacher(target.head, ids, target.head_weight if vocab.is_full else target.head_weight[ids])
+    identity = {"the training data's hash": _hash(train), "the draft vocabulary's hash": vocab.hash()}
+    own = source_hash(config.algorithm.name)
     return Materials(
         target=target,
         eval_target=eval_target,
@@ -81,16 +79,19 @@ def build(config: Config, device: torch.device) -> Materials:
         reports=(train_report, heldout_report),
         head=head,
         teacher=teacher,
-        algorithm=_algorithm(config),
+        algorithm=algorithm,
         coverage=coverage,
         fresh=fresh,
-        identity={"the training data's hash": _hash(train), "the draft vocabulary's hash": vocab.hash()},
+        identity=identity | ({"the algorithm file's hash": own} if own else {}),
     )
 
 
-def _algorithm(config: Config) -> Eagle3:
-    given = config.algorithm
-    return Eagle3(given.weights, Loss(loss_terms(given.loss), given.top_k), by_token=given.mean == "token")
+def _configured(kind: type[Algorithm], config: Config) -> Algorithm:
+    """The algorithm; one of the user's has its head's settings checked here, as the schema does for built-in ones."""
+    wrong = head_misfits(config.flat(), kind.teaches)
+    if wrong:
+        raise UserError(f"algorithm.name={config.algorithm.name}: " + "; ".join(wrong))
+    return kind.configured(config.algorithm)
 
 
 def _hash(samples: list[Sample]) -> str:
@@ -101,12 +102,12 @@ def _hash(samples: list[Sample]) -> str:
     return digest.hexdigest()
 
 
-def _load(config: Config, path: str, dtype: str, device: torch.device) -> Target:
+def _load(config: Config, path: str, dtype: str, device: torch.device, layer_ids: list[int] | None) -> Target:
     return Target.load(
         path,
         dtype=getattr(torch, dtype),
         device=device,
-        layer_ids=config.draft.layer_ids,
+        layer_ids=layer_ids,
         trust_remote_code=config.trust_remote_code,
     )
 
@@ -161,27 +162,3 @@ def _vocabulary(config: Config, target: Target, samples: list[Sample]) -> tuple[
     pairs = [(s.ids, s.mask) for s in samples]
     always = tokens_to_keep(pairs, stop_ids(target), set(target.tokenizer.all_special_ids))
     return count_draft_vocab(pairs, target.config.vocab_size, config.draft.vocab_size, always)
-
-
-def head_config(config: Config, target: Target, vocab: DraftVocab) -> HeadConfig:
-    """A head in the target's own shape, but for what `draft` changes."""
-    theirs = target.config
-    heads = theirs.num_attention_heads
-    return HeadConfig(
-        hidden_size=theirs.hidden_size,
-        intermediate_size=config.draft.intermediate_size or theirs.intermediate_size,
-        num_attention_heads=heads,
-        num_key_value_heads=theirs.num_key_value_heads,
-        head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // heads,
-        vocab_size=theirs.vocab_size,
-        draft_vocab_size=vocab.size,
-        target_hidden_size=theirs.hidden_size,
-        layer_ids=target.layer_ids,
-        rms_norm_eps=theirs.rms_norm_eps,
-        max_position_embeddings=theirs.max_position_embeddings,
-        rope=dict(theirs.rope_parameters),
-        num_layers=config.draft.layers,
-        norm_before_residual=config.draft.norm_before_residual,
-        fc_norm=config.draft.fc_norm,
-        norm_output=config.draft.norm_output,
-    )

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from eagle_inference.engine import Generation, SpeculativeEngine
 from eagle_inference.metrics import Acceptance
 from eagle_inference.sampling import SamplingParams
-from eagle_train.draft.eagle3 import Eagle3Head
+from eagle_train.draft.head import DraftHead
 from eagle_train.targets.hf import Target
 
 # How far the target's two best logits may lie apart for the order of a sum to decide between them. In bfloat16 the
@@ -158,7 +158,7 @@ def part_at_tie(target: Target, prompt: list[int], one: list[int], other: list[i
 
 def compare(
     target: Target,
-    head: Eagle3Head,
+    head: DraftHead,
     prompts: Sequence[list[int]],
     params: SamplingParams,
     *,

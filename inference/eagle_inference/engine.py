@@ -1,12 +1,12 @@
 """The speculative loop for one request: draft a chain, verify it in one pass of the target, keep what is right.
 
 Tokens x_0 … x_{L−1} are verified; the target's cache holds L−1 of them (the newest is not fed yet), the draft's cache
-L−1 rows, row i = (embedding of x_{i+1}, the target's streams at i). A cycle:
+L−1 rows, row i = (embedding of x_{i+1}, what the head reads of the target at i). A cycle:
 
-    draft     rows up to L−2 are run with true streams; the last one's output proposes x_L, each further step, fed with
+    draft     rows up to L−2 are run with true states; the last one's output proposes x_L, each further step, fed with
               its own state, one token more, at position L−2+k
     verify    the target reads x_{L−1} and the drafts in one pass; `verify` accepts a prefix and adds one token
-    commit    both caches are rewound to what is true; the accepted rows are run again with true streams next cycle
+    commit    both caches are rewound to what is true; the accepted rows are run again with true states next cycle
 
 The same engine without a head decodes plainly, one token per pass, with the same cache, kernels and stop rules: that
 is the baseline a speed-up is measured against.
@@ -24,7 +24,7 @@ from eagle_inference.cache import DraftCache, TargetCache
 from eagle_inference.metrics import Acceptance, AcceptanceCounter
 from eagle_inference.sampling import SamplingParams, SeededRandomness, probabilities
 from eagle_inference.verify import Verdict, cut, verify_greedy, verify_one_hot
-from eagle_train.draft.eagle3 import Eagle3Head
+from eagle_train.draft.head import DraftHead
 from eagle_train.errors import UserError
 from eagle_train.targets.hf import Features, Target
 
@@ -44,12 +44,12 @@ class Generation:
 class SpeculativeEngine:
     """A target and, unless it decodes plainly, a head with a chain of `k` drafts per cycle (argmax drafts)."""
 
-    def __init__(self, target: Target, head: Eagle3Head | None, k: int = 3) -> None:
+    def __init__(self, target: Target, head: DraftHead | None, k: int = 3) -> None:
         if head is not None:
             check_pair(target, head)
             if k < 1:
                 raise UserError(f"k={k}: a chain has at least one draft", hint="leave the head out to decode plainly")
-            head.attach_embedding(target.embedding)
+            head.attach(target)
         self.target, self.head, self.k = target, head, k if head is not None else 0
         self.limit: int = target.config.max_position_embeddings
 
@@ -99,7 +99,7 @@ class _Request:
         self.target_cache = TargetCache(target.num_layers, min(end + engine.k, engine.limit))
         layers = head.config.num_layers if head is not None else 0
         self.draft_cache = DraftCache(layers, min(end + engine.k, engine.limit))
-        self.streams: Tensor | None = None  # the true streams of rows that the draft has not been run over yet
+        self.states: Tensor | None = None  # the target's, of rows that the draft has not been run over yet
 
     @property
     def answer(self) -> list[int]:
@@ -107,7 +107,7 @@ class _Request:
 
     def prefill(self) -> str | None:
         features = self._target(self.tokens)
-        self.streams = features.streams
+        self._remember(features, len(self.tokens))
         return self._commit(self._judge([], features))
 
     def cycle(self) -> str | None:
@@ -116,13 +116,18 @@ class _Request:
         verdict = self._judge(drafts, features)
         self.cycles += 1
         self.counter.add(len(drafts), verdict.accepted)
-        self.streams = features.streams[: verdict.accepted + 1]
+        self._remember(features, verdict.accepted + 1)
         self.target_cache.rewind(len(self.tokens) + verdict.accepted)
         before = len(self.answer)
         finish = self._commit(verdict)
         if drafts:
             self.counter.add_kept(min(verdict.accepted, len(self.answer) - before))
         return finish
+
+    def _remember(self, features: Features, rows: int) -> None:
+        """Keep what the head will read of the first `rows`."""
+        if self.engine.head is not None:
+            self.states = self.engine.head.reads(features)[:rows]
 
     def _target(self, ids: list[int]) -> Features:
         target = self.engine.target
@@ -151,12 +156,12 @@ class _Request:
         head, count = self.engine.head, min(self.engine.k, self.engine.limit - len(self.tokens))
         if head is None or count < 1:
             return []
-        assert self.streams is not None
-        device, first, rows = self.engine.target.device, self.draft_cache.length, self.streams.shape[0]
+        assert self.states is not None
+        device, first, rows = self.engine.target.device, self.draft_cache.length, self.states.shape[0]
         ids = torch.tensor(self.tokens[first + 1 :], device=device)
-        assert len(ids) == rows, f"{rows} rows of true streams for {len(ids)} tokens"
+        assert len(ids) == rows, f"{rows} rows of true states for {len(ids)} tokens"
         positions = torch.arange(first, first + rows, device=device)
-        state = head.project(self.streams.to(head.fc.weight.dtype))
+        state = head.project(self.states)
         newest = torch.tensor([rows - 1], device=device)
         hidden = head.step(head.embed(ids), state, positions, self.draft_cache.attend, newest)
         self.draft_cache.advance(rows)
@@ -172,7 +177,7 @@ class _Request:
         return drafts
 
 
-def check_pair(target: Target, head: Eagle3Head) -> None:
+def check_pair(target: Target, head: DraftHead) -> None:
     """Refuse a head that was made for another target.
 
     Raises:
@@ -184,7 +189,7 @@ def check_pair(target: Target, head: Eagle3Head) -> None:
         ("vocabulary", ours.vocab_size, theirs.vocab_size),
     ]
     wrong = [f"{name} {a} against the target's {b}" for name, a, b in pairs if a != b]
-    if tuple(ours.layer_ids) != target.layer_ids:
+    if ours.layer_ids and tuple(ours.layer_ids) != target.layer_ids:
         wrong.append(f"layer ids {list(ours.layer_ids)} against {list(target.layer_ids)} that are captured")
     if wrong:
         raise UserError(f"head and target do not belong together: {'; '.join(wrong)}")

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eagle_train.algorithms.eagle3 import Eagle3, unroll
+from eagle_train.algorithms.grade import Terms
 from eagle_train.algorithms.teacher import Teacher
-from eagle_train.algorithms.unroll import Span
+from eagle_train.algorithms.unroll import Span, unroll
 from eagle_train.data.pack import Pack
-from eagle_train.draft.eagle3 import Eagle3Head
+from eagle_train.draft.head import DraftHead
 
 
 class MaskedMemory:
@@ -77,23 +77,28 @@ def row_loss(kind: str, q: Tensor, p: Tensor, mass: Tensor, best: Tensor, top_k:
     return share * kl + (1 - share) * (1 - alpha)
 
 
-def losses(algorithm: Eagle3, head: Eagle3Head, pack: Pack, teacher: Teacher) -> list[Tensor]:
+def losses(
+    terms: Terms, head: DraftHead, pack: Pack, teacher: Teacher, *, states: Tensor | None = None, detach: bool = False
+) -> list[Tensor]:
     """Per depth the weighted sum of the rows' losses, all logits at once."""
     runs, out = pack.runs(), []
     first = (runs >= 2).nonzero()[:, 0]
-    for depth in unroll(head, pack, len(algorithm.weights), runs):
+    for depth in unroll(head, pack, len(terms.weights), runs, states=states, detach=detach):
         at = depth.rows + 1 + depth.depth
         logits = teacher.head(pack.last[at])
         p = logits[:, teacher.draft_ids].softmax(-1)
         mass = logits.softmax(-1)[:, teacher.draft_ids].sum(-1)
         top = logits.argmax(-1)
-        best = torch.where(head.t2d[top], torch.searchsorted(teacher.draft_ids, top), -1)
+        best = torch.where(head.vocab.t2d[top], torch.searchsorted(teacher.draft_ids, top), -1)
         q = head.logits(depth.hidden)
         found = torch.zeros(len(at), dtype=q.dtype)
-        for kind, weight in algorithm.loss.terms:
-            found = found + weight * row_loss(kind, q, p, mass, best, algorithm.loss.top_k)
+        for kind, weight in terms.loss.terms:
+            found = found + weight * row_loss(kind, q, p, mass, best, terms.loss.top_k)
+        if terms.features:
+            gap = (depth.hidden - pack.last[at]).abs()
+            found = found + terms.features * torch.where(gap < 1, gap * gap / 2, gap - 0.5).mean(-1)
         mine = pack.document[depth.rows].tolist()
         counts = torch.tensor([int((pack.document[first] == d).sum()) for d in mine], dtype=q.dtype)
-        share = algorithm.weights[depth.depth] / (1 if algorithm.by_token else counts)
+        share = terms.weights[depth.depth] / (1 if terms.by_token else counts)
         out.append((found * share).sum())
     return out

@@ -25,8 +25,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_train.algorithms.eagle3 import DepthResult, Eagle3, unroll
+from eagle_train.algorithms.eagle3 import Eagle3
+from eagle_train.algorithms.interface import DepthResult
 from eagle_train.algorithms.teacher import Teacher
+from eagle_train.algorithms.unroll import unroll
 from eagle_train.data.pack import Pack, answer_runs, layout
 from eagle_train.draft.eagle3 import Eagle3Head
 from tests.parity import tiny
@@ -93,13 +95,13 @@ def test_what_one_loss_depends_on(scene: Scene, row: int, depth: int) -> None:
     a, i = scene.start, scene.start + row
     streams = scene.pack.streams.clone().requires_grad_()
     table = scene.target.embedding.clone().requires_grad_()
-    scene.head._embedding = table  # attach_embedding would detach it
+    scene.head._embedding = table  # attach would detach it
     try:
         pack = replace(scene.only(scene.pack, i + 1 + depth), streams=streams)
         loss = loss_at(scene, pack, depth)
         by_streams, by_table = torch.autograd.grad(loss, [streams, table])
     finally:
-        scene.head.attach_embedding(scene.target.embedding)
+        scene.head.attach(scene.target)
     assert places(by_streams) == set(range(a, i + 1)), "the document's rows up to i, nobody else's"
     assert places(by_table) == {IDS[j] for j in range(1, row + 2 + depth)}, "x_1 … x_{i+1+k}, no further"
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle_train.algorithms import eagle3, fused
+from eagle_train.algorithms import fused
+from eagle_train.algorithms import unroll as unrolling
 from eagle_train.algorithms.eagle3 import Eagle3
 from eagle_train.algorithms.losses import Loss
 from eagle_train.algorithms.unroll import Span, UnrollMemory, spans_of
@@ -46,12 +47,12 @@ def pack(target: Target, head: Eagle3Head) -> Pack:
 
 @contextmanager
 def masks_instead() -> Iterator[None]:
-    kept = eagle3.UnrollMemory
-    eagle3.UnrollMemory = reference.MaskedMemory  # type: ignore[assignment, misc]
+    kept = unrolling.UnrollMemory
+    unrolling.UnrollMemory = reference.MaskedMemory  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        eagle3.UnrollMemory = kept  # type: ignore[misc]
+        unrolling.UnrollMemory = kept  # type: ignore[misc]
 
 
 def gradients(loss: Tensor, head: Eagle3Head) -> dict[str, Tensor]:
@@ -76,7 +77,7 @@ def test_core_is_the_plain_one(
     found = algorithm.results(head, pack, teacher)
     assert found is not None
     with masks_instead():
-        expected = reference.losses(algorithm, head, pack, teacher)
+        expected = reference.losses(algorithm.terms, head, pack, teacher)
     torch.testing.assert_close([d.loss for d in found.depths], [e.detach() for e in expected], rtol=1e-10, atol=1e-12)
     same(gradients(found.loss, head), gradients(torch.stack(expected).sum(), head))
 

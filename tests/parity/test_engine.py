@@ -13,8 +13,8 @@ from eagle_inference.bench import continued
 from eagle_inference.cache import DraftCache, TargetCache
 from eagle_inference.engine import Generation, SpeculativeEngine, _Request
 from eagle_inference.sampling import SamplingParams
-from eagle_train.algorithms.eagle3 import unroll
 from eagle_train.algorithms.metrics import walked_acceptance
+from eagle_train.algorithms.unroll import unroll
 from eagle_train.draft.checkpoint import read_head, write_head
 from eagle_train.draft.eagle3 import Eagle3Head
 from eagle_train.errors import UserError
@@ -263,7 +263,7 @@ def check_target_cache(request: _Request) -> None:
 
 def check_draft_cache(request: _Request, head: Eagle3Head) -> None:
     rows = request.draft_cache.length
-    assert request.streams is not None and rows + request.streams.shape[0] == len(request.tokens) - 1
+    assert request.states is not None and rows + request.states.shape[0] == len(request.tokens) - 1
     fresh = DraftCache(head.config.num_layers, rows)
     ids = torch.tensor(request.tokens[: rows + 1])
     streams = request.engine.target.forward(ids[:rows]).streams

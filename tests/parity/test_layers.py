@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from eagle_inference.cache import DraftCache
-from eagle_train.algorithms.eagle3 import unroll
-from eagle_train.algorithms.unroll import Span, UnrollMemory
+from eagle_train.algorithms.unroll import Span, UnrollMemory, unroll
 from eagle_train.data.pack import Pack
 from eagle_train.draft.eagle3 import Eagle3Head
 from eagle_train.draft.layers import FirstLayer, HeadConfig, PlainLayer, RMSNorm, Rotary, rotate

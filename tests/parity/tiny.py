@@ -28,7 +28,9 @@ from transformers import (
 
 from eagle_train.algorithms.teacher import Teacher
 from eagle_train.data.pack import Pack, layout
+from eagle_train.draft.eagle import EagleConfig, EagleHead
 from eagle_train.draft.eagle3 import Eagle3Head
+from eagle_train.draft.head import DraftHead
 from eagle_train.draft.layers import HeadConfig
 from eagle_train.draft.vocab import DraftVocab
 from eagle_train.targets.hf import Target
@@ -125,11 +127,32 @@ def head(target: Target, config: HeadConfig, *, ids: Sequence[int] | None = None
         ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[:size].tolist()
     made = Eagle3Head(config, DraftVocab.of(ids, vocab_size)).to(torch.float64)
     randomise(made, seed)
-    made.attach_embedding(target.embedding)
+    made.attach(target)
     return made
 
 
-def teacher(target: Target, head: Eagle3Head) -> Teacher:
+def eagle_head(target: Target, *, seed: int = 100, num_layers: int = 1, qkv_bias: bool = False) -> EagleHead:
+    """A random EAGLE-1 head with the target's tables."""
+    config = EagleConfig(
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        vocab_size=target.config.vocab_size,
+        rms_norm_eps=EPS,
+        max_position_embeddings=CONTEXT,
+        rope=dict(target.config.rope_parameters),
+        num_layers=num_layers,
+        qkv_bias=qkv_bias,
+    )
+    made = EagleHead(config).to(torch.float64)
+    randomise(made, seed)
+    made.attach(target)
+    return made
+
+
+def teacher(target: Target, head: DraftHead) -> Teacher:
     """The target's head as the losses read it."""
     return Teacher(target.head, head.vocab.ids, target.head_weight[head.vocab.ids])
 

@@ -212,6 +212,8 @@ def test_a_missing_recipe_file_and_a_foreign_algorithm(tmp_path: Path) -> None:
     assert "there is no such file" in mistakes(f"recipe={tmp_path / 'none.yaml'}")[0]
     lines = mistakes("recipe=eagle3", "algorithm.name=hass")
     assert "choose another recipe" in lines[0]
+    own = "some/where.py:Mine"
+    assert load_config(["recipe=eagle3", f"algorithm.name={own}"]).config.algorithm.name == own
     assert load_config(["recipe=eagle3", "algorithm.name=eagle3"]).config.algorithm.name == "eagle3"
 
 
@@ -347,7 +349,7 @@ def test_losses_are_read(text: str, terms: tuple[tuple[str, float], ...]) -> Non
     assert load_config(["recipe=eagle3", f"algorithm.loss={text}"]).config.algorithm.loss == text
 
 
-@pytest.mark.parametrize("text", ["kll", "kl + kl", "x*kl", "-1*kl", "inf*kl", "nan*kl", "kl +", "0*tv"])
+@pytest.mark.parametrize("text", ["kll", "smooth_l1", "kl + kl", "x*kl", "-1*kl", "inf*kl", "nan*kl", "kl +", "0*tv"])
 def test_losses_that_cannot_be_read(text: str) -> None:
     (line,) = mistakes("recipe=eagle3", f"algorithm.loss={text}")
     assert "algorithm.loss" in line
@@ -359,3 +361,28 @@ def test_depth_weights() -> None:
     assert load_config([*given, "algorithm.depth_decay=0.5"]).config.algorithm.weights == (1.0, 0.5, 0.25)
     assert any("2 numbers for 3 depths" in line for line in mistakes(*given, "algorithm.depth_weights=[1,2]"))
     assert mistakes(*given, "algorithm.depth_weights=[0,0,0]")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "word", "reason"),
+    [
+        ("eagle", "draft.vocab_size=8192", "draft.vocab_size must be 0 for an EAGLE-1 head"),
+        ("eagle", "draft.layer_ids=[1,2,3]", "draft.layer_ids must be null"),
+        ("hass", "draft.fc_norm=true", "draft.fc_norm must be false"),
+        ("hass", "draft.norm_output=true", "draft.norm_output must be false"),
+        ("hass", "draft.norm_before_residual=true", "draft.norm_before_residual must be false"),
+        ("eagle", "algorithm.depths=3", "algorithm.depths must be 1 for algorithm eagle (it trains one depth"),
+        ("eagle3", "draft.fc_bias=true", "draft.fc_bias must be false for an EAGLE-3 head"),
+        ("eagle3_1", "algorithm.noise=0.1", "algorithm.noise must be 0.0 for algorithm eagle3"),
+        ("eagle3", "algorithm.loss=smooth_l1 + kl", "which an EAGLE-3 head does not predict"),
+        ("eagle", "algorithm.loss=smooth_l1", "needs a loss on the logits beside it"),
+        ("eagle3", "algorithm.noise_length=512", "noise_length scales algorithm.noise, which is 0"),
+    ],
+)
+def test_what_an_algorithm_cannot_follow_is_refused(recipe: str, word: str, reason: str) -> None:
+    assert reason in mistakes(f"recipe={recipe}", word)[0]
+
+
+def test_all_that_does_not_apply_is_named_at_once() -> None:
+    (line,) = mistakes("recipe=eagle", "draft.vocab_size=100", "algorithm.depths=2")
+    assert "draft.vocab_size" in line and "algorithm.depths" in line

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle_train.draft.checkpoint import read_head, write_head
+from eagle_train.draft.eagle import EagleConfig, EagleHead
 from eagle_train.draft.eagle3 import Eagle3Head
 from eagle_train.draft.layers import HeadConfig
 from eagle_train.draft.vocab import DraftVocab
@@ -54,7 +55,28 @@ CONFIGS = {
 }
 
 
-def make(config: HeadConfig = CONFIG, seed: int = 0) -> Eagle3Head:
+EAGLE = EagleConfig(
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=12,
+    vocab_size=30,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=64,
+)
+EAGLES = {
+    "eagle": EAGLE,
+    "eagle, two layers": replace(EAGLE, num_layers=2, rope=SCALED),
+    "eagle, biases": replace(EAGLE, num_layers=2, qkv_bias=True, fc_bias=True),
+}
+
+
+def make(config: HeadConfig | EagleConfig = CONFIG, seed: int = 0) -> Eagle3Head | EagleHead:
+    if isinstance(config, EagleConfig):
+        small = EagleHead(config)
+        randomise(small, seed)
+        return small
     full = config.draft_vocab_size == config.vocab_size
     head = Eagle3Head(config, DraftVocab.full(30) if full else DraftVocab.of(IDS, 30))
     randomise(head, seed)
@@ -84,10 +106,10 @@ def edit_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *EAGLES])
 def test_round_trip(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     """What is read equals what was written, and writing it again gives the same bytes."""
-    head = make(CONFIGS[name]).to(dtype)
+    head = make((CONFIGS | EAGLES)[name]).to(dtype)
     write_head(tmp_path / "one", head, dtype=dtype, extra={"eos_token_id": 2})
     again = read_head(tmp_path / "one")
     assert again.config == head.config and {p.dtype for p in again.parameters()} == {dtype}
@@ -110,6 +132,37 @@ def test_names_on_disk(tmp_path: Path) -> None:
     raw = json.loads((tmp_path / "head" / "config.json").read_text())
     assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5] and raw["architectures"] == ["LlamaForCausalLMEagle3"]
     assert {raw[k] for k in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")} == {False}
+
+
+def test_names_of_an_eagle1_head(tmp_path: Path) -> None:
+    """No norm on the first layer's input, no final norm, no lm_head, no maps; biases of q, k and v alone."""
+    write_head(tmp_path / "head", make(replace(EAGLE, qkv_bias=True)))
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    attention = [f"{p}_proj.{t}" for p in "qkv" for t in ("weight", "bias")] + ["o_proj.weight"]
+    expected = {f"layers.0.self_attn.{n}" for n in attention} | {
+        "fc.weight",
+        "layers.0.post_attention_layernorm.weight",
+    }
+    assert tensors.keys() == expected | {f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
+    assert tensors["fc.weight"].shape == (16, 32)
+    raw = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert raw["architectures"] == ["LlamaForCausalLM"] and raw["model_type"] == "llama"
+    assert raw["qkv_bias"] is True and raw["attention_bias"] is False and "bias" not in raw
+    assert not any("aux" in key for key in raw)
+
+
+def test_another_llama_is_not_taken_for_an_eagle1_head(tmp_path: Path) -> None:
+    write_head(tmp_path / "head", make(EAGLE))
+    edit_config(tmp_path / "head", lambda raw: raw.pop("eagle_fc_bias"))
+    with pytest.raises(UserError, match="with the key eagle_fc_bias"):
+        read_head(tmp_path / "head")
+
+
+def test_faults_of_an_eagle1_head_are_named(tmp_path: Path) -> None:
+    write_head(tmp_path / "head", make(EAGLE))
+    edit_tensors(tmp_path / "head", lambda t: t.update({"fc.bias": torch.zeros(16), "lm_head.weight": torch.zeros(3)}))
+    with pytest.raises(UserError, match=r"unexpected fc\.bias; unexpected lm_head\.weight"):
+        read_head(tmp_path / "head")
 
 
 def test_maps_are_offsets_and_left_out_when_full(tmp_path: Path) -> None:

@@ -131,11 +131,19 @@ def test_the_hint_for_a_shallow_target_can_be_followed(layers: int) -> None:
     assert check_layer_ids(hinted, layers) == hinted
 
 
-@pytest.mark.parametrize("ids", [(), (-1, 2), (2, 9), (2, 2, 4), (4, 2), (2, 4, 3)])
+@pytest.mark.parametrize("ids", [(-1, 2), (2, 9), (2, 2, 4), (4, 2), (2, 4, 3)])
 def test_bad_ids_are_refused(folder: Path, ids: tuple[int, ...]) -> None:
     with pytest.raises(UserError) as caught:
         load(folder, ids)
     assert str(list(ids)) in str(caught.value) and "within 0…8" in str(caught.value)
+
+
+def test_no_streams_at_all(folder: Path) -> None:
+    """What a head that reads the last state alone asks for; such a target may be as shallow as it likes."""
+    target = load(folder, ())
+    assert target.forward(PROBE).streams.shape == (len(PROBE), 0)
+    assert [f.streams.shape for f in target.capture([[1, 2, 3], [4, 5]])] == [(3, 0), (2, 0)]
+    assert torch.equal(target.forward(PROBE).last, load(folder).forward(PROBE).last)
 
 
 def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
