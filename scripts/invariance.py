@@ -80,7 +80,7 @@ def trajectory(s: Scene, windows: Sequence[Sequence[Sequence[int]]]) -> dict[str
         rms_norm_eps=theirs.rms_norm_eps, max_position_embeddings=64,
     )  # fmt: skip
     head = Eagle3Head(config, s.vocab).to(torch.float64)
-    head.attach_embedding(s.target.embedding)
+    head.attach(s.target)
     algorithm = Eagle3([0.8**k for k in range(DEPTHS)])
     optimizer = make_optimizer(head.named_parameters(), TrainConfig(lr=1e-2, steps=STEPS))
     for step in range(STEPS):

@@ -30,6 +30,8 @@ SMALL = [
     "eval.max_new_tokens=48",
     "eval.heldout_rows=16",
     "train.log_every=10",
+    "train.optimizer=adamw",
+    "train.lr=1e-3",
 ]
 
 

@@ -269,7 +269,7 @@ def test_print_shows_each_value_with_its_origin() -> None:
     assert "[0.5, 0.6]" in rows["train.betas"]
     # What is printed may be given back.
     words = [f"{key}={line[len(key) : line.rindex('(')].strip()}" for key, line in rows.items()]
-    assert load_config(words).config == load_config(["recipe=eagle3", "train.betas=0.5,0.6"]).config
+    assert load_config(words).config == load_config(["recipe=eagle3", "train.lr=0.001", "train.betas=0.5,0.6"]).config
 
 
 def test_help_has_every_key_with_type_default_and_unit() -> None:
