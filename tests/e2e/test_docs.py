@@ -44,9 +44,12 @@ KNOWN: dict[str, tuple[str, str] | str] = {
     "eagle-train bench head=runs/eagle3/export target=smollm2 out=bench.json": ("tests/e2e/test_cli.py", "out="),
     "eagle-train bench head=runs/eagle3/export target=smollm2 prompts=written limit=8 max_new_tokens=64 "
     "modes=[plain]": ("scripts/quickstart.py", "prompts=written"),
+    "python scripts/invariance.py": ("tests/parity/test_core.py", "def test_split_as_you_like("),
 }
 # Keys of `make` and of scripts, beside the settings of a run and the options of the verbs.
-OTHER_KEYS = {"GOMP_SPINCOUNT", "STEPS", "SECONDS", "ARGS", "VENV", "PYTHON", "steps", "seconds", "key"}
+OTHER_KEYS = {"GOMP_SPINCOUNT", "STEPS", "SECONDS", "ARGS", "VENV", "PYTHON", "steps", "seconds", "key"} | {
+    "recipes", "losses", "seeds",
+}  # fmt: skip
 # Paths that a run, a build or a fetch makes; their names are checked against the code that makes them.
 MADE = {
     ".venv": "Makefile",
@@ -58,6 +61,7 @@ MADE = {
     "model.safetensors": "eagle_train/draft/checkpoint.py",
     "runs/quickstart/quickstart.json": "scripts/quickstart.py",
     "docs/results/vllm_parity.json": "scripts/vllm_parity.sh",
+    "docs/results/ablation.md": "scripts/ablate.py",
     "eagle_train._recipes": "pyproject.toml",
 }
 
@@ -172,7 +176,10 @@ def test_quickstart_in_short(tmp_path: Path) -> None:
 
 def known_keys() -> set[str]:
     options = {key for model in OPTIONS.values() for key in model.model_fields}
-    return set(leaves(Config)) | options | OTHER_KEYS
+    # Ids of figures look like keys: they stand where a script records them.
+    scripts = "\n".join(path.read_text() for path in (ROOT / "scripts").glob("*.py"))
+    ids = set(re.findall(r'record\(\s*"([a-z0-9_.]+)"', scripts))
+    return set(leaves(Config)) | options | OTHER_KEYS | ids
 
 
 def test_every_key_exists() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,3 +200,14 @@ def test_norm_has_the_right_gradient() -> None:
     grad = torch.randn(5, 3, 7, dtype=torch.float64)
     ours = torch.autograd.grad(norm(x), norm.weight, grad)
     torch.testing.assert_close(ours, torch.autograd.grad(theirs, norm.weight, grad), rtol=1e-12, atol=1e-12)
+
+
+def test_split_as_you_like() -> None:
+    """scripts/invariance.py: 20 steps, packed or apart, in another order, in two micro-batches, padded twice as far."""
+    path = Path(__file__).resolve().parents[2] / "scripts" / "invariance.py"
+    spec = importlib.util.spec_from_file_location("invariance", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["invariance"] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    found = module.distances()
+    assert len(found) == 4 and max(found.values()) <= 1e-9, found
