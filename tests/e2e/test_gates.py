@@ -27,7 +27,7 @@ def test_overfit_one_conversation(glassllm: Path, tmp_path: Path) -> None:
     answer = SpeculativeEngine(target, None).generate(prompt, SamplingParams(max_new_tokens=60)).tokens
     data = tmp_path / "one.jsonl"
     data.write_text(json.dumps({"prompt_ids": prompt, "answer_ids": answer}) + "\n")
-    drop = ("data.", "eval.", "train.log_every")
+    drop = ("data.", "eval.", "train.log_every", "train.lr")
     words = [w for w in SMALL if not w.startswith(drop)] + [f"data.train={data}", f"data.heldout={data}"]
     words += ["train.steps=150", "train.lr=3e-3", "train.log_every=50", "eval.prompts=1", "eval.max_new_tokens=40"]
     run, out = tmp_path / "run", tmp_path / "bench.json"
