@@ -21,7 +21,7 @@ from eagle_train.data.pack import Pack
 from eagle_train.device.shapes import pad_rows
 
 SLICE_ELEMENTS = 1 << 25  # logits held at once
-SLICE_ROWS = 4096
+SLICE_ROWS = 1024
 
 
 @dataclass
