@@ -118,6 +118,15 @@ def test_a_scaled_loss_has_scaled_gradients(head: Eagle3Head, pack: Pack, target
     same(threes, {name: g * 3 for name, g in ones.items()}, rtol=1e-12)
 
 
+def test_a_second_backward_is_refused(head: Eagle3Head, pack: Pack, target: Target) -> None:
+    found = Eagle3(WEIGHTS).results(head, pack, tiny.teacher(target, head))
+    assert found is not None
+    found.loss.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="ran before"):
+        found.loss.backward()
+    head.zero_grad(set_to_none=True)
+
+
 def test_a_frozen_lm_head_gets_no_gradient(head: Eagle3Head, pack: Pack, target: Target) -> None:
     teacher, algorithm = tiny.teacher(target, head), Eagle3(WEIGHTS)
     first = algorithm.results(head, pack, teacher)
